@@ -1,0 +1,85 @@
+"""The protocol between the autograd function and a backend.
+
+A backend is bound at model build to one layer shape, one EP group and one device, is shared by all layers of that
+shape, and holds no parameters. Everything that backward needs travels in ``Saved``, as ordinary tensors, so any number
+of microbatches can be in flight in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from mok_megatron.schedule import Schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """What forward keeps for backward: the schedule and plain tensors (None where the options say: rebuild).
+
+    Attributes:
+        x: layer input ``[T, H]``.
+        gate_up: ``[R, 2I]``, gate columns then up columns, before clamp and activation; None with ``recompute``.
+        x_rows: dispatched rows ``[R, H]``; None unless ``save_x``.
+    """
+
+    schedule: Schedule
+    x: Tensor
+    gate_up: Tensor | None
+    x_rows: Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightGrads:
+    """Where backward puts the weight gradients.
+
+    ``w1[i]`` is ``[2I, H]`` and ``w2[i]`` is ``[H, I]`` for local expert i, or None for a frozen weight. With
+    ``accumulate`` the gradient is added to what is there (Megatron's ``main_grad``, fp32 or bf16); without it the
+    tensor is overwritten, with zeros for an expert without tokens.
+    """
+
+    w1: Sequence[Tensor | None]
+    w2: Sequence[Tensor | None]
+    accumulate: bool
+
+
+class Backend(Protocol):
+    """One implementation of the layer behind the router. All ranks of the EP group call each method in one order."""
+
+    name: str
+    block_rows: int
+    """Tile height M: each expert's rows are padded to a multiple of it."""
+
+    def build_schedule(self, probs: Tensor, routing_map: Tensor) -> Schedule:
+        """Routing -> tables. ``probs [T, E]`` fp32, bf16 or fp64; ``routing_map [T, E]`` bool, 0..K ones a row."""
+        ...
+
+    def forward(
+        self, x: Tensor, schedule: Schedule, w1: Sequence[Tensor], w2: Sequence[Tensor], *, save: bool, layer: int
+    ) -> tuple[Tensor, Saved | None]:
+        """``x [T, H]`` -> ``y [T, H]``, same dtype; ``w1[i] [2I, H]`` (gate rows, then up), ``w2[i] [H, I]``.
+
+        ``layer`` is Megatron's layer number, for messages only. Nothing is kept when ``save`` is False.
+        """
+        ...
+
+    def backward(
+        self,
+        dy: Tensor,
+        saved: Saved,
+        w1: Sequence[Tensor],
+        w2: Sequence[Tensor],
+        grads: WeightGrads,
+        *,
+        needs_dx: bool,
+        layer: int,
+    ) -> tuple[Tensor | None, Tensor]:
+        """``dy [T, H]`` -> ``dx [T, H]`` (None unless ``needs_dx``) and ``d_weights [T, K]`` fp32, by slot."""
+        ...
+
+    def close(self) -> None:
+        """Free the workspace; call before the process group is destroyed. Idempotent."""
+        ...
