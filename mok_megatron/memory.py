@@ -1,0 +1,197 @@
+"""Bytes that the backend needs on one rank: the one formula, used to allocate, to plan and to print.
+
+Notation as in ``config.py``; ``C`` is the ring's row capacity. Two kinds of memory:
+
+* the workspace, one per (EP group, shape), shared by all layers and allocated at model build;
+* what one layer call keeps until its backward, once per layer and microbatch in flight.
+
+Row counts. A token sends at most ``min(K, e)`` routes to one rank, so a rank receives at most ``W * T * min(K, e)``;
+uniform routing gives it ``T * K``. Each expert's rows are padded to whole blocks, which adds at most
+``block_rows - 1`` rows per local expert. Counts are unknown on the host, so every buffer has a size fixed by ``T`` and
+``C`` alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from mok_megatron.config import MoeShape
+
+BLOCK_ROWS = 128
+"""Tile height M of the CUDA backend."""
+
+RING_MARGIN = 1.25
+"""Default capacity over the expected rows. A fuller rank still works: it passes through the ring more than once."""
+
+FLAG_WORDS_PER_PEER = 32
+"""32-bit words of the epoch flags per peer: one 128-byte line, so that peers never share a line."""
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+_INT32 = 4
+_FP32 = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buffer:
+    """One buffer: ``shape`` in elements, ``symmetric`` if peers read or write it."""
+
+    name: str
+    shape: tuple[int, ...]
+    element_bytes: int
+    symmetric: bool = False
+
+    @property
+    def bytes(self) -> int:
+        """Size without alignment."""
+        return math.prod(self.shape) * self.element_bytes
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes per element of ``bf16``, ``fp16`` or ``fp32``. Raises ValueError for another name."""
+    if dtype not in DTYPE_BYTES:
+        raise ValueError(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {dtype!r}")
+    return DTYPE_BYTES[dtype]
+
+
+def _require(name: str, value: int, minimum: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ValueError(f"{name} must be an integer >= {minimum}, got {value!r}")
+
+
+def worst_case_rows(shape: MoeShape, max_tokens: int, block_rows: int = BLOCK_ROWS) -> int:
+    """Most rows R that one rank can hold after padding, when every rank routes all it can to it."""
+    _require("max_tokens", max_tokens, 0)
+    _require("block_rows", block_rows, 1)
+    routes = shape.ep_size * max_tokens * min(shape.top_k, shape.experts_per_rank)
+    busy_experts = min(shape.experts_per_rank, routes)
+    return (routes + busy_experts * (block_rows - 1)) // block_rows * block_rows
+
+
+def expected_rows(shape: MoeShape, tokens: int, block_rows: int = BLOCK_ROWS) -> int:
+    """Rows R of a rank under uniform routing, with every expert's padding at its largest."""
+    _require("tokens", tokens, 0)
+    return tokens * shape.top_k + shape.experts_per_rank * (block_rows - 1)
+
+
+def default_ring_rows(
+    shape: MoeShape, max_tokens: int, block_rows: int = BLOCK_ROWS, margin: float = RING_MARGIN
+) -> int:
+    """Capacity C when the options leave it open: expected routes times ``margin``, padding, whole blocks.
+
+    Never more than the worst case (W = 1 and small layers then never wrap) and never less than one block.
+    """
+    if not (math.isfinite(margin) and margin >= 1.0):
+        raise ValueError(f"ring margin must be a finite number >= 1, got {margin!r}")
+    _require("max_tokens", max_tokens, 0)
+    wanted = math.ceil(max_tokens * shape.top_k * margin) + shape.experts_per_rank * (block_rows - 1)
+    capped = min(math.ceil(wanted / block_rows) * block_rows, worst_case_rows(shape, max_tokens, block_rows))
+    return max(capped, block_rows)
+
+
+def workspace_buffers(
+    shape: MoeShape, max_tokens: int, ring_rows: int, dtype: str = "bf16", *, save_x: bool = True
+) -> tuple[Buffer, ...]:
+    """Every buffer of the workspace of one rank, forward and backward sharing what they can.
+
+    Backward pulls dY through ``x`` and gathers it into ``x_rows``, and returns dX through ``y_rows``. Without
+    ``save_x`` it needs x and dY at once, hence a second copy of both.
+    """
+    size = dtype_bytes(dtype)
+    _require("max_tokens", max_tokens, 0)
+    _require("ring_rows", ring_rows, 1)
+    slots = max_tokens * shape.top_k
+    inputs = 1 if save_x else 2
+    return (
+        Buffer(name="x", shape=(inputs, max_tokens, shape.hidden), element_bytes=size, symmetric=True),
+        Buffer(name="y_rows", shape=(ring_rows, shape.hidden), element_bytes=size, symmetric=True),
+        Buffer(name="d_weight_rows", shape=(ring_rows,), element_bytes=_FP32, symmetric=True),
+        Buffer(name="expert_counts", shape=(shape.num_experts,), element_bytes=_INT32, symmetric=True),
+        Buffer(name="sorted_slots", shape=(slots,), element_bytes=_INT32, symmetric=True),
+        Buffer(name="slot_weights", shape=(slots,), element_bytes=_FP32, symmetric=True),
+        Buffer(name="flags", shape=(shape.ep_size, FLAG_WORDS_PER_PEER), element_bytes=_INT32, symmetric=True),
+        Buffer(name="x_rows", shape=(inputs, ring_rows, shape.hidden), element_bytes=size),
+        Buffer(name="h", shape=(ring_rows, shape.intermediate), element_bytes=size),
+        Buffer(name="d_gate_up", shape=(ring_rows, 2 * shape.intermediate), element_bytes=size),
+    )
+
+
+def workspace_bytes(
+    shape: MoeShape, max_tokens: int, ring_rows: int, dtype: str = "bf16", *, save_x: bool = True
+) -> int:
+    """Bytes of the whole workspace of one rank: symmetric and local buffers, for up to ``max_tokens`` tokens."""
+    return sum(buffer.bytes for buffer in workspace_buffers(shape, max_tokens, ring_rows, dtype, save_x=save_x))
+
+
+def saved_buffers(
+    shape: MoeShape,
+    tokens: int,
+    ring_rows: int,
+    dtype: str = "bf16",
+    *,
+    recompute: bool = False,
+    save_x: bool = True,
+    block_rows: int = BLOCK_ROWS,
+) -> tuple[Buffer, ...]:
+    """What one layer call keeps for its backward: the contents of ``backends.base.Saved``.
+
+    Row tables have the worst case's length, since the host never learns R. ``gate_up`` and ``x_rows`` hold the rows of
+    the ring's first pass; later ones are replayed in backward.
+    """
+    size = dtype_bytes(dtype)
+    _require("tokens", tokens, 0)
+    _require("ring_rows", ring_rows, 1)
+    rows = worst_case_rows(shape, tokens, block_rows)
+    kept = [
+        Buffer(name="x", shape=(tokens, shape.hidden), element_bytes=size),
+        Buffer(name="slot_tables", shape=(4, tokens, shape.top_k), element_bytes=_INT32),
+        Buffer(name="row_tables", shape=(2, rows), element_bytes=_INT32),
+        Buffer(name="expert_first_row", shape=(shape.experts_per_rank + 1,), element_bytes=_INT32),
+    ]
+    if not recompute:
+        kept.append(Buffer(name="gate_up", shape=(ring_rows, 2 * shape.intermediate), element_bytes=size))
+    if save_x:
+        kept.append(Buffer(name="x_rows", shape=(ring_rows, shape.hidden), element_bytes=size))
+    return tuple(kept)
+
+
+def saved_bytes(
+    shape: MoeShape,
+    tokens: int,
+    ring_rows: int,
+    dtype: str = "bf16",
+    *,
+    recompute: bool = False,
+    save_x: bool = True,
+    block_rows: int = BLOCK_ROWS,
+) -> int:
+    """Bytes that one layer call of ``tokens`` tokens keeps until its backward."""
+    buffers = saved_buffers(
+        shape, tokens, ring_rows, dtype, recompute=recompute, save_x=save_x, block_rows=block_rows
+    )
+    return sum(buffer.bytes for buffer in buffers)
+
+
+def format_bytes(count: float) -> str:
+    """Human-readable binary size: ``1.50 GiB``, ``12.0 MiB``, ``512 B``."""
+    for unit, scale in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}" if unit == "GiB" else f"{count / scale:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def describe_workspace(
+    shape: MoeShape, max_tokens: int, ring_rows: int, dtype: str = "bf16", *, save_x: bool = True
+) -> str:
+    """One line for the log at model build: total, the symmetric part and the largest buffers."""
+    buffers = workspace_buffers(shape, max_tokens, ring_rows, dtype, save_x=save_x)
+    symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
+    total = sum(buffer.bytes for buffer in buffers)
+    largest = sorted(buffers, key=lambda buffer: buffer.bytes, reverse=True)[:4]
+    parts = ", ".join(f"{buffer.name} {format_bytes(buffer.bytes)}" for buffer in largest)
+    return (
+        f"workspace {format_bytes(total)} per rank ({format_bytes(symmetric)} symmetric) for T<={max_tokens}, "
+        f"H={shape.hidden}, I={shape.intermediate}, K={shape.top_k}, W={shape.ep_size}, ring {ring_rows} rows, "
+        f"{dtype}: {parts}"
+    )

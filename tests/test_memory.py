@@ -1,0 +1,91 @@
+"""The memory formulas against hand-computed values and against brute force over routings."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mok_megatron import memory
+from mok_megatron.config import MoeShape
+
+SMALL = MoeShape(hidden=256, intermediate=128, num_experts=8, top_k=2, ep_size=2)
+
+
+def test_workspace_bytes_by_hand() -> None:
+    # x 128*256*2 + y_rows 640*256*2 + d_weight 640*4 + counts 8*4 + slots 256*4 + weights 256*4 + flags 2*32*4
+    # + x_rows 640*256*2 + h 640*128*2 + d_gate_up 640*256*2
+    expected = 65536 + 327680 + 2560 + 32 + 1024 + 1024 + 256 + 327680 + 163840 + 327680
+    assert memory.workspace_bytes(SMALL, 128, 640, "bf16") == expected
+
+
+def test_workspace_without_saved_rows_holds_two_inputs() -> None:
+    more = memory.workspace_bytes(SMALL, 128, 640, save_x=False) - memory.workspace_bytes(SMALL, 128, 640)
+    assert more == (128 + 640) * 256 * 2
+
+
+def test_saved_bytes_by_hand() -> None:
+    # worst case: 2 ranks * 128 tokens * min(2, 4) = 512 routes, 4 experts * 127 padding -> 1020 -> 7 blocks = 896 rows
+    assert memory.worst_case_rows(SMALL, 128) == 896
+    base = 128 * 256 * 2 + 4 * 128 * 2 * 4 + 2 * 896 * 4 + 5 * 4
+    gate_up, x_rows = 640 * 256 * 2, 640 * 256 * 2
+    assert memory.saved_bytes(SMALL, 128, 640) == base + gate_up + x_rows
+    assert memory.saved_bytes(SMALL, 128, 640, recompute=True) == base + x_rows
+    assert memory.saved_bytes(SMALL, 128, 640, recompute=True, save_x=False) == base
+
+
+def test_deepseek_v3_ep64_is_about_what_the_buffers_add_up_to() -> None:
+    shape = MoeShape(hidden=7168, intermediate=2048, num_experts=256, top_k=8, ep_size=64)
+    ring = memory.default_ring_rows(shape, 8192)
+    assert ring == 82432  # ceil((8192 * 8 * 1.25 + 4 * 127) / 128) * 128
+    big = ring * (7168 * 2 + 2048 * 3) * 2 + 8192 * 7168 * 2
+    total = memory.workspace_bytes(shape, 8192, ring)
+    assert big < total < big * 1.001
+    assert total < 4 << 30
+    text = memory.describe_workspace(shape, 8192, ring)
+    assert "workspace 3." in text and "ring 82432 rows" in text and "y_rows" in text
+
+
+def test_one_rank_ring_is_never_more_than_the_worst_case() -> None:
+    shape = MoeShape(hidden=64, intermediate=64, num_experts=4, top_k=2)
+    assert memory.default_ring_rows(shape, 100) == memory.worst_case_rows(shape, 100)
+    assert memory.default_ring_rows(shape, 0) == memory.BLOCK_ROWS
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_worst_case_bounds_any_routing_and_is_reached(data: st.DataObject) -> None:
+    ranks = data.draw(st.integers(1, 3))
+    local = data.draw(st.integers(1, 4))
+    top_k = data.draw(st.integers(1, ranks * local))
+    tokens = data.draw(st.integers(0, 6))
+    block = data.draw(st.sampled_from([1, 4, 8]))
+    shape = MoeShape(hidden=8, intermediate=8, num_experts=ranks * local, top_k=top_k, ep_size=ranks)
+    counts = [0] * shape.num_experts
+    for _ in range(ranks * tokens):
+        for expert in data.draw(st.permutations(range(shape.num_experts)))[:top_k]:
+            counts[expert] += 1
+    padded = sum(-(-count // block) * block for count in counts[:local])
+    bound = memory.worst_case_rows(shape, tokens, block)
+    assert padded <= bound
+    per_expert = ranks * tokens * min(top_k, local)
+    if local == 1:
+        assert bound == -(-per_expert // block) * block
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: memory.workspace_bytes(SMALL, 128, 0), "ring_rows must be an integer >= 1, got 0"),
+        (lambda: memory.workspace_bytes(SMALL, -1, 128), "max_tokens must be an integer >= 0, got -1"),
+        (lambda: memory.workspace_bytes(SMALL, 128, 128, "int8"), "dtype must be one of bf16, fp16, fp32, got 'int8'"),
+        (lambda: memory.default_ring_rows(SMALL, 128, margin=0.5), "ring margin must be a finite number >= 1, got 0.5"),
+    ],
+)
+def test_bad_values_are_named(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+def test_format_bytes() -> None:
+    assert [memory.format_bytes(n) for n in (5, 2048, 3 << 20, 3 << 30)] == ["5 B", "2.0 KiB", "3.0 MiB", "3.00 GiB"]
