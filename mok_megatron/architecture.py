@@ -152,6 +152,8 @@ class Router:
             raise ValueError(f"group_top_k={self.group_top_k} exceeds groups={self.groups}")
         if self.expert_bias and self.score == "softmax":
             raise ValueError("expert_bias needs score sigmoid or sqrtsoftplus: Megatron refuses it with softmax")
+        if not self.normalize and self.score != "softmax":
+            raise ValueError(f"normalize: false has no Megatron flag for score {self.score}, only for softmax")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +234,10 @@ class Architecture:
         if self.linear_attention is not None and self.linear_attention.full_every > self.layers:
             raise ValueError(
                 f"linear_attention.full_every={self.linear_attention.full_every} exceeds layers={self.layers}"
+            )
+        if self.linear_attention is not None and isinstance(self.attention, Mla) and self.attention.indexer is not None:
+            raise ValueError(
+                "linear_attention and attention.indexer exclude each other: Megatron has one variant a model"
             )
         self.moe_shape()
 
