@@ -13,6 +13,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from mok_megatron.config import MoeShape
 from mok_megatron.schedule import Schedule
 
 
@@ -50,6 +51,7 @@ class Backend(Protocol):
     """One implementation of the layer behind the router. All ranks of the EP group call each method in one order."""
 
     name: str
+    shape: MoeShape
     block_rows: int
     """Tile height M: each expert's rows are padded to a multiple of it."""
 

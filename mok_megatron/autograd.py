@@ -1,0 +1,203 @@
+"""The layer behind the router as one autograd function over plain tensors.
+
+What is saved: the layer input, the schedule's tables and what the backend keeps, all through ``save_for_backward``, so
+that saved-tensor hooks (checkpointing, offloading) see them and an input changed in place is noticed. The weights are
+saved the same way, as Megatron's own linear layers do: a parameter whose ``.data`` was pointed at other storage between
+forward and backward (the distributed optimizer does so) is read where it now is, and one that was modified in place
+raises. ``main_grad`` and ``grad_added_to_main_grad`` are read from and set on the Parameter objects themselves, because
+a saved-tensor hook may hand back another tensor for a weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mok_megatron.backends.base import Backend, Saved, WeightGrads
+from mok_megatron.schedule import Schedule, validate_routing
+
+_SCHEDULE_TENSORS = tuple(field.name for field in fields(Schedule) if field.name != "block_rows")
+
+
+@dataclass(frozen=True)
+class ExpertParams:
+    """One weight of a rank's e experts, as the model's own parameters.
+
+    ``parameters`` holds e matrices ``[out, in]``, or a single grouped tensor ``[e, out, in]`` or ``[e * out, in]``.
+    Raises ValueError for other shapes.
+    """
+
+    parameters: tuple[Tensor, ...]
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        found = [list(parameter.shape) for parameter in self.parameters]
+        if len(found) == 1 and self.num_experts > 1:
+            shape = found[0]
+            fits = (len(shape) == 3 and shape[0] == self.num_experts) or (
+                len(shape) == 2 and shape[0] % self.num_experts == 0
+            )
+        else:
+            fits = len(found) == self.num_experts and all(shape == found[0] for shape in found)
+            fits = fits and (len(found[0]) == 2 or (self.num_experts == 1 and len(found[0]) == 3 and found[0][0] == 1))
+        if not fits:
+            raise ValueError(
+                f"expected {self.num_experts} expert matrices [out, in], or one grouped parameter "
+                f"[{self.num_experts}, out, in] or [{self.num_experts} * out, in], got shapes {found}"
+            )
+
+    def split(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Views ``[out, in]`` per expert of ``tensors``, which have the parameters' shapes (weights, gradients)."""
+        if len(tensors) == self.num_experts and tensors[0].dim() == 2:
+            return list(tensors)
+        grouped = tensors[0]
+        return list(grouped.view(self.num_experts, -1, grouped.shape[-1]).unbind(0))
+
+    def matrices(self) -> list[Tensor]:
+        """The weights ``[out, in]`` per expert, detached."""
+        return self.split([parameter.detach() for parameter in self.parameters])
+
+
+def apply_experts(
+    backend: Backend,
+    x: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    w1: ExpertParams,
+    w2: ExpertParams,
+    *,
+    layer: int,
+    fuse_grad_accumulation: bool,
+) -> Tensor:
+    """``x [T, H]``, ``probs [T, E]``, ``routing_map [T, E]`` bool -> ``y [T, H]``; differentiable once.
+
+    Gradients go to x, to probs (their dtype, 0 off-route) and to every weight that wants one. With
+    ``fuse_grad_accumulation`` a weight that has a ``main_grad`` gets its gradient added there, its
+    ``grad_added_to_main_grad`` set, and a placeholder returned to autograd; any other weight gets a real gradient.
+    Nothing is kept when no gradient can be asked for. Raises ValueError for a routing that does not fit.
+    """
+    validate_routing(probs, routing_map, backend.shape, x=x)
+    schedule = backend.build_schedule(probs.detach(), routing_map)
+    inputs = (x, probs, *w1.parameters, *w2.parameters)
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
+        call = _Call(backend=backend, schedule=schedule, w1=w1, w2=w2, layer=layer, fuse=fuse_grad_accumulation)
+        y: Tensor = _Experts.apply(call, *inputs)
+        return y
+    y, _ = backend.forward(x.detach().contiguous(), schedule, w1.matrices(), w2.matrices(), save=False, layer=layer)
+    return y
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    """What one call passes beside its differentiable inputs."""
+
+    backend: Backend
+    schedule: Schedule
+    w1: ExpertParams
+    w2: ExpertParams
+    layer: int
+    fuse: bool
+
+
+class _Experts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
+        split = len(call.w1.parameters)
+        rows = x.contiguous()
+        y, saved = call.backend.forward(
+            rows,
+            call.schedule,
+            call.w1.split(weights[:split]),
+            call.w2.split(weights[split:]),
+            save=True,
+            layer=call.layer,
+        )
+        if saved is None:
+            raise AssertionError(f"backend {call.backend.name} kept nothing although save=True")
+        tables = [getattr(saved.schedule, name) for name in _SCHEDULE_TENSORS]
+        ctx.save_for_backward(saved.x, saved.gate_up, saved.x_rows, *tables, *weights)
+        ctx.block_rows = saved.schedule.block_rows
+        ctx.backend, ctx.w1, ctx.w2, ctx.layer, ctx.fuse = call.backend, call.w1, call.w2, call.layer, call.fuse
+        ctx.num_experts, ctx.probs_dtype = probs.shape[1], probs.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                f"layer {ctx.layer}: the mok experts have no second derivative; call backward without create_graph=True"
+            )
+        x, gate_up, x_rows, *rest = ctx.saved_tensors
+        tables, weights = rest[: len(_SCHEDULE_TENSORS)], rest[len(_SCHEDULE_TENSORS) :]
+        schedule = Schedule(**dict(zip(_SCHEDULE_TENSORS, tables, strict=True)), block_rows=ctx.block_rows)
+        saved = Saved(schedule=schedule, x=x, gate_up=gate_up, x_rows=x_rows)
+
+        _, needs_dx, needs_dprobs, *needs_weights = ctx.needs_input_grad
+        split = len(ctx.w1.parameters)
+        parameters = (*ctx.w1.parameters, *ctx.w2.parameters)
+        sinks = _Sinks(parameters, needs_weights, ctx.fuse)
+        dx, d_weights = ctx.backend.backward(
+            dy.contiguous(),
+            saved,
+            ctx.w1.split(weights[:split]),
+            ctx.w2.split(weights[split:]),
+            WeightGrads(
+                w1=_split_sinks(ctx.w1, sinks.tensors[:split]),
+                w2=_split_sinks(ctx.w2, sinks.tensors[split:]),
+                accumulate=sinks.accumulate,
+            ),
+            needs_dx=needs_dx,
+            layer=ctx.layer,
+        )
+        dprobs = _scatter_to_experts(schedule.experts, d_weights, ctx.num_experts, ctx.probs_dtype)
+        return None, dx, dprobs if needs_dprobs else None, *sinks.returned()
+
+
+class _Sinks:
+    """Where each parameter's gradient goes: ``main_grad``, a new gradient, or nowhere (None: frozen)."""
+
+    def __init__(self, parameters: Sequence[Tensor], needed: Sequence[bool], fuse: bool) -> None:
+        self._parameters = parameters
+        main_grads = [getattr(parameter, "main_grad", None) if fuse else None for parameter in parameters]
+        self._fused = [need and main is not None for need, main in zip(needed, main_grads, strict=True)]
+        self.accumulate = any(self._fused)
+        self.tensors: list[Tensor | None] = []
+        for parameter, need, fused, main in zip(parameters, needed, self._fused, main_grads, strict=True):
+            if fused:
+                self.tensors.append(main)
+            elif need:
+                new = torch.zeros_like if self.accumulate else torch.empty_like
+                self.tensors.append(new(parameter, memory_format=torch.contiguous_format))
+            else:
+                self.tensors.append(None)
+
+    def returned(self) -> list[Tensor | None]:
+        """Mark the fused parameters; what autograd gets for each: a gradient, a placeholder of its shape, or None."""
+        returned: list[Tensor | None] = []
+        for parameter, fused, tensor in zip(self._parameters, self._fused, self.tensors, strict=True):
+            if fused:
+                parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+                new = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
+                tensor = new(parameter, memory_format=torch.contiguous_format)
+            returned.append(tensor)
+        return returned
+
+
+def _split_sinks(params: ExpertParams, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Per-expert views of the sinks; a frozen grouped parameter freezes all its experts."""
+    if len(tensors) == params.num_experts and params.parameters[0].dim() == 2:
+        return list(tensors)
+    if tensors[0] is None:
+        return [None] * params.num_experts
+    return list(params.split([tensors[0].view(params.parameters[0].shape)]))
+
+
+def _scatter_to_experts(experts: Tensor, d_weights: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
+    """``experts [T, K]``, ``d_weights [T, K]`` -> ``[T, E]``, 0 off-route. Absent slots fall into a dropped column."""
+    dense = d_weights.new_zeros(experts.shape[0], num_experts + 1)
+    dense.scatter_(1, torch.where(experts < 0, num_experts, experts).long(), d_weights)
+    return dense[:, :num_experts].to(dtype).contiguous()

@@ -1,0 +1,56 @@
+"""Which backend runs a layer: one decision, made at model build, never changed afterwards."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from mok_megatron.backends.base import Backend
+from mok_megatron.backends.reference import ReferenceBackend
+from mok_megatron.config import MoeShape, MokConfig
+
+_logger = logging.getLogger(__name__)
+_reported: set[str] = set()
+
+
+def cuda_unavailable_reason(device: torch.device, shape: MoeShape, dtype: torch.dtype) -> str | None:
+    """Why the CUDA backend cannot run this layer on ``device``, or None where it can."""
+    return "this build of mok_megatron has no CUDA backend"
+
+
+def create_backend(
+    shape: MoeShape,
+    config: MokConfig,
+    group: dist.ProcessGroup | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+) -> Backend:
+    """The backend that ``config.backend`` asks for.
+
+    ``auto`` takes ``cuda`` where it can run, else ``reference`` with one warning (``warnings`` and log) per process and
+    reason. An explicit choice never falls back: ``cuda`` raises ValueError with the reason and the remedy.
+    """
+    device = torch.device(device)
+    if config.backend == "reference":
+        return ReferenceBackend(shape, config, group, device, dtype)
+    reason = cuda_unavailable_reason(device, shape, dtype)
+    if reason is None:
+        raise AssertionError("the CUDA backend is reported as available but not built in")
+    if config.backend == "cuda":
+        raise ValueError(
+            f"backend=cuda cannot run this layer on {device} ({dtype}): {reason}; "
+            f"choose backend=auto or backend=reference"
+        )
+    _warn_once(f"mok_megatron uses the slow reference backend on {device} ({dtype}): {reason}")
+    return ReferenceBackend(shape, config, group, device, dtype)
+
+
+def _warn_once(message: str) -> None:
+    if message in _reported:
+        return
+    _reported.add(message)
+    _logger.warning(message)
+    warnings.warn(message, RuntimeWarning, stacklevel=3)
