@@ -17,9 +17,7 @@ import math
 from dataclasses import dataclass
 
 from mok_megatron.config import MoeShape
-
-BLOCK_ROWS = 128
-"""Tile height M of the CUDA backend."""
+from mok_megatron.tile_order import BLOCK_ROWS
 
 RING_MARGIN = 1.25
 """Default capacity over the expected rows. A fuller rank still works: it passes through the ring more than once."""
@@ -167,9 +165,7 @@ def saved_bytes(
     block_rows: int = BLOCK_ROWS,
 ) -> int:
     """Bytes that one layer call of ``tokens`` tokens keeps until its backward."""
-    buffers = saved_buffers(
-        shape, tokens, ring_rows, dtype, recompute=recompute, save_x=save_x, block_rows=block_rows
-    )
+    buffers = saved_buffers(shape, tokens, ring_rows, dtype, recompute=recompute, save_x=save_x, block_rows=block_rows)
     return sum(buffer.bytes for buffer in buffers)
 
 

@@ -1,0 +1,213 @@
+"""One simulated call: dispatch, tiles in ticket order, combine."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+
+import numpy as np
+
+from mok_megatron.floors import Direction, Floors, routed_flops
+from mok_megatron.simulator.links import Floats, Ports, combine_pull, combine_push, dispatch
+from mok_megatron.simulator.machine import Machine, Policy
+from mok_megatron.simulator.traffic import Traffic
+from mok_megatron.tile_order import BLOCK_ROWS, FC1_TILE_COLUMNS, FC2_TILE_COLUMNS, TileOrder, fc2_lag
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """A prediction for one call; seconds.
+
+    Attributes:
+        total_s: from the first rank's start to the last rank's end.
+        dispatch_s: until the last row arrived.
+        compute_s: until the last tile was done.
+        tail_s: what combine adds after the last tile.
+        waiting: share of the clusters' time spent waiting for rows or earlier tiles.
+        floors: of this very traffic on this machine.
+        imbalance: rows of the fullest rank over the mean.
+        flops: useful FLOPs per rank (mean).
+    """
+
+    direction: Direction
+    total_s: float
+    dispatch_s: float
+    compute_s: float
+    tail_s: float
+    waiting: float
+    floors: Floors
+    imbalance: float
+    flops: float
+    basis: str
+
+    @property
+    def tflops(self) -> float:
+        """Useful TFLOP/s per GPU."""
+        return self.flops / self.total_s / 1e12
+
+    def describe(self) -> str:
+        """The prediction with what it rests on."""
+        return (
+            f"predicted {self.direction} {self.total_s * 1e3:.3f} ms ({self.tflops:.0f} TFLOP/s per GPU, floor "
+            f"{self.floors.bound * 1e3:.3f} ms by {self.floors.limit}); not a measurement: {self.basis}"
+        )
+
+
+def simulate(
+    machine: Machine, policy: Policy, traffic: Traffic, direction: Direction = "fwd", *, seed: int = 0
+) -> Outcome:
+    """Run one call of the layer on every rank of ``traffic``; bf16 rows."""
+    shape = traffic.shape
+    ranks, row_bytes = shape.ep_size, 2 * shape.hidden
+    rng = np.random.default_rng(seed)
+    spread = np.linspace(0.0, machine.skew_s, ranks)
+    starts = [machine.start_s + float(offset) for offset in rng.permutation(spread)]
+
+    ports = Ports(machine, policy, ranks)
+    # Every rank reads its peers' rows: none can begin before the last one has published them.
+    began = [max(starts)] * ranks if ranks > 1 else starts
+    arrival, arrived = dispatch(traffic, policy, ports, began, row_bytes)
+
+    floors = traffic_floors(machine, policy, traffic, direction)
+    slow = 1.0 + machine.contention * min(1.0, floors.nvlink_s / floors.flop_s if floors.flop_s else 0.0)
+    block_done = np.zeros(len(traffic.block_sources))
+    ends, waited = [], 0.0
+    for rank in range(ranks):
+        first, last = int(traffic.first_block[rank]), int(traffic.first_block[rank + 1])
+        workers = [starts[rank]] * policy.compute_clusters(machine)
+        if policy.copy_layout == "dedicated" and policy.combine == "pull":
+            workers += [arrived[rank]] * (policy.copy_sms(machine) // 2)
+        run = _RankRun(machine, traffic, rank, direction, slow, rng)
+        done, end, waits = run.tiles(arrival[first:last], workers)
+        block_done[first:last] = done
+        ends.append(end)
+        waited += waits / len(workers)
+
+    combine = combine_pull if policy.combine == "pull" else combine_push
+    ports.peer = [max(ports.peer)] * ranks
+    combined = combine(traffic, policy, ports, block_done, row_bytes, [max(arrived)] * ranks)
+    total = max(*ends, *combined) + (machine.latency_s if ranks > 1 else 0.0)
+    total = max(total, floors.hbm_s)
+    return Outcome(
+        direction=direction,
+        total_s=total,
+        dispatch_s=max(arrived),
+        compute_s=max(ends),
+        tail_s=max(0.0, total - max(ends)),
+        waiting=waited / sum(ends) if sum(ends) else 0.0,
+        floors=floors,
+        imbalance=traffic.imbalance,
+        flops=routed_flops(shape, traffic.tokens, direction),
+        basis=machine.basis,
+    )
+
+
+def traffic_floors(machine: Machine, policy: Policy, traffic: Traffic, direction: Direction) -> Floors:
+    """Floors of the busiest rank or link for this very routing."""
+    shape = traffic.shape
+    rate = machine.gemm_flops if direction == "fwd" else machine.bwd_gemm_flops
+    per_row = routed_flops(shape, 1, direction) / shape.top_k
+    inward, outward = np.zeros(shape.ep_size), np.zeros(shape.ep_size)
+    for rank in range(shape.ep_size):
+        for block in range(int(traffic.first_block[rank]), int(traffic.first_block[rank + 1])):
+            for source, rows, crossings in traffic.block_sources[block]:
+                if source != rank:
+                    there = crossings if policy.dedup else rows
+                    back = crossings if policy.combine_per_rank else rows
+                    inward[rank] += there
+                    outward[source] += there
+                    inward[source] += back
+                    outward[rank] += back
+    busiest = max(float(inward.max()), float(outward.max())) * 2 * shape.hidden
+    weights = shape.experts_per_rank * 3 * shape.hidden * shape.intermediate * 2
+    return Floors(
+        flop_s=float(traffic.rows.max()) * per_row / rate,
+        nvlink_s=busiest / machine.nvlink,
+        hbm_s=weights / machine.hbm,
+    )
+
+
+class _RankRun:
+    """Tiles of one rank: durations, and the walk through the tickets."""
+
+    def __init__(
+        self,
+        machine: Machine,
+        traffic: Traffic,
+        rank: int,
+        direction: Direction,
+        slow: float,
+        rng: np.random.Generator,
+    ) -> None:
+        shape = traffic.shape
+        self.rng = rng
+        self.jitter = machine.jitter
+        self.row_blocks = traffic.expert_blocks[rank].tolist()
+        self.direction = direction
+        self.shape = shape
+        rate = (machine.gemm_flops if direction == "fwd" else machine.bwd_gemm_flops) / (machine.sms // 2)
+        self.overhead, self.rate, self.slow = machine.tile_overhead_s, rate, slow
+        fc1_columns = -(-shape.intermediate // FC1_TILE_COLUMNS)
+        lag = fc2_lag(
+            float(traffic.rows[rank]) / shape.experts_per_rank,
+            fc1_columns=fc1_columns,
+            clusters=machine.sms // 2,
+            experts=shape.experts_per_rank,
+        )
+        self.order = TileOrder(
+            self.row_blocks, fc1_columns=fc1_columns, fc2_columns=-(-shape.hidden // FC2_TILE_COLUMNS), lag=lag
+        )
+
+    def _duration(self, rows: float, columns: float, depth: float) -> float:
+        return (2.0 * rows * columns * depth / self.rate + self.overhead) * self.slow
+
+    def _noise(self, count: int) -> list[float]:
+        if self.jitter == 0.0:
+            return [1.0] * count
+        factors: list[float] = np.maximum(self.rng.normal(1.0, self.jitter, count), 0.5).tolist()
+        return factors
+
+    def tiles(self, arrival: Floats, workers: list[float]) -> tuple[Floats, float, float]:
+        """(time at which each block's last column is done, end of the last tile, summed waiting of the workers)."""
+        hidden, width, forward = self.shape.hidden, self.shape.intermediate, self.direction == "fwd"
+        pair = 2 * BLOCK_ROWS
+        # Backward walks the same order: its first phase is dY W2^T (one column of dA per column of h), its second
+        # dGateUp W1 (depth 2I).
+        first = self._duration(pair, FC1_TILE_COLUMNS * (2 if forward else 1), hidden)
+        second = self._duration(pair, FC2_TILE_COLUMNS, width * (1 if forward else 2))
+        rows_ready = arrival.tolist()
+        first_left = [self.order.columns["fc1"]] * len(rows_ready)
+        first_done, second_done = [0.0] * len(rows_ready), [0.0] * len(rows_ready)
+        heapq.heapify(workers)
+        waits = 0.0
+        for tile, noise in zip(self.order, self._noise(self.order.num_tickets), strict=True):
+            low, high = tile.row_block, tile.row_block + (0 if tile.wide else 1)
+            free = workers[0]
+            if tile.phase == "fc1":
+                begin = max(free, rows_ready[low], rows_ready[high])
+                end = begin + first * noise
+                columns = min(2, self.order.columns["fc1"] - tile.column) if tile.wide else 1
+                for block in {low, high}:
+                    first_left[block] -= columns
+                    first_done[block] = max(first_done[block], end)
+            else:
+                if first_left[low] or first_left[high]:
+                    raise RuntimeError(f"ticket order: {tile} comes before all FC1 tiles of its row blocks")
+                begin = max(free, first_done[low], first_done[high])
+                end = begin + second * noise
+                second_done[low], second_done[high] = max(second_done[low], end), max(second_done[high], end)
+            waits += begin - free
+            heapq.heapreplace(workers, end)
+        if not forward:
+            self._weight_gradients(workers)
+        return np.array(second_done), max(workers), waits
+
+    def _weight_gradients(self, workers: list[float]) -> None:
+        """dW tiles of 256 x 256, expert by expert, behind all dgrad tickets; they wait for nothing new."""
+        hidden, width = self.shape.hidden, self.shape.intermediate
+        columns = -(-hidden // 256)
+        tiles = -(-2 * width // 256) * columns + columns * -(-width // 256)
+        for blocks in self.row_blocks:
+            duration = self._duration(256, 256, blocks * BLOCK_ROWS)
+            for noise in self._noise(tiles):
+                heapq.heapreplace(workers, workers[0] + duration * noise)
