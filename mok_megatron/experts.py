@@ -1,0 +1,92 @@
+"""Megatron's expert modules as the fused layer sees them: weights, and the hooks of modules that are not called."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from mok_megatron.autograd import ExpertParams
+
+
+def expert_weights(experts: nn.Module, num_local_experts: int) -> tuple[ExpertParams, ExpertParams]:
+    """The two weights of the rank's e experts, as Megatron's own parameters.
+
+    Per expert ``linear_fc1`` ``[2I, H]`` (gate rows, then up) and ``linear_fc2`` ``[H, I]``; for TEGroupedMLP with one
+    weight per expert or a single grouped one, or for SequentialMLP. Raises ValueError for a module that holds other
+    parameters as well (biases, adapters): they would silently take no part.
+    """
+    found = tuple(
+        ExpertParams(_linear_weights(experts, name, num_local_experts), num_local_experts)
+        for name in ("linear_fc1", "linear_fc2")
+    )
+    used = {id(parameter) for params in found for parameter in params.parameters}
+    unused = [name for name, parameter in experts.named_parameters() if id(parameter) not in used]
+    if unused:
+        raise ValueError(
+            f"moe_token_dispatcher_type='mok' computes the experts from the weights of linear_fc1 and linear_fc2 "
+            f"alone, but {type(experts).__name__} also holds {', '.join(unused[:4])}"
+            f"{' ...' if len(unused) > 4 else ''}: remove these parameters, or use another dispatcher"
+        )
+    for params in found:
+        _refuse_sharded(experts, params)
+    return found[0], found[1]
+
+
+def _linear_weights(experts: nn.Module, linear: str, num_local_experts: int) -> tuple[Tensor, ...]:
+    local_experts = getattr(experts, "local_experts", None)
+    if local_experts is not None:
+        return tuple(getattr(expert, linear).weight for expert in local_experts)
+    module = getattr(experts, linear, None)
+    per_expert = tuple(getattr(module, f"weight{i}", None) for i in range(num_local_experts))
+    if all(isinstance(weight, Tensor) for weight in per_expert):
+        return tuple(weight for weight in per_expert if weight is not None)
+    grouped = getattr(module, "weight", None)
+    if isinstance(grouped, Tensor):
+        return (grouped,)
+    raise ValueError(
+        f"moe_token_dispatcher_type='mok' finds no weights in {type(experts).__module__}.{type(experts).__name__}: it "
+        f"knows TEGroupedMLP and SequentialMLP. Use Megatron's own expert modules in the layer spec"
+    )
+
+
+def _refuse_sharded(experts: nn.Module, params: ExpertParams) -> None:
+    for parameter in params.parameters:
+        # Megatron-FSDP puts get_main_grad on its parameters; torch's FSDP turns them into DTensors.
+        if hasattr(parameter, "get_main_grad") or hasattr(parameter, "device_mesh"):
+            raise ValueError(
+                f"moe_token_dispatcher_type='mok' does not support FSDP, which shards the weights of "
+                f"{type(experts).__name__}: use DistributedDataParallel with the distributed optimizer"
+            )
+
+
+def fire_pre_hooks(experts: nn.Module) -> None:
+    """Call the forward pre-hooks of every module that the fused layer computes in place of.
+
+    DistributedDataParallel hangs the wait for overlapped parameter all-gather on them. The modules' inputs do not
+    exist here, so the hooks get none. Raises ValueError for a hook that cannot be honoured for that reason: one that
+    replaces its input, and any other kind of hook.
+    """
+    for name, module in experts.named_modules():
+        for identity, hook in list(module._forward_pre_hooks.items()):
+            with_kwargs = identity in module._forward_pre_hooks_with_kwargs
+            if _call(hook, module, with_kwargs) is not None:
+                raise ValueError(
+                    f"a forward pre-hook of the experts ({name or 'experts'}: {_describe(hook)}) replaces the "
+                    f"module's input, which does not exist with moe_token_dispatcher_type='mok': hook the MoE layer"
+                )
+        for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
+            for hook in getattr(module, kind, {}).values():
+                raise ValueError(
+                    f"moe_token_dispatcher_type='mok' computes the experts without calling {name or 'experts'} "
+                    f"({type(module).__name__}), so its hook {_describe(hook)} ({kind.strip('_')}) would never run: "
+                    f"hook the MoE layer, or use another dispatcher"
+                )
+
+
+def _call(hook: Any, module: nn.Module, with_kwargs: bool) -> Any:
+    return hook(module, (), {}) if with_kwargs else hook(module, ())
+
+
+def _describe(hook: Any) -> str:
+    return str(getattr(hook, "__qualname__", None) or repr(hook))
