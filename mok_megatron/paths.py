@@ -1,7 +1,8 @@
-"""Where the kernel sources and the shipped configs are: inside an installed package, or at the top of a checkout."""
+"""Where things are: kernel sources and configs (inside an installed package or at the top of a checkout), the cache."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parent
@@ -27,3 +28,11 @@ def kernels_dir() -> Path:
 def configs_dir() -> Path:
     """Folder of the model configs (``<name>.yaml``) that ship with the package."""
     return _shipped("configs")
+
+
+def cache_dir() -> Path:
+    """Folder of the compiled kernel libraries; it need not exist. ``MOK_MEGATRON_CACHE`` overrides it."""
+    chosen = os.environ.get("MOK_MEGATRON_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mok_megatron"

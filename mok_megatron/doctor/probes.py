@@ -1,0 +1,116 @@
+"""Fills ``Facts`` from the machine. Imports torch and Megatron, creates no CUDA context, compiles nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from mok_megatron import compat, hooks
+from mok_megatron.doctor.driver import probe_driver
+from mok_megatron.doctor.facts import CUDA_ARCHITECTURES, Cache, Compiler, Facts, Package, Plugin
+from mok_megatron.paths import cache_dir, kernels_dir
+
+SHOWN_VARIABLES = re.compile(
+    r"(MOK_|CUDA_(HOME|PATH|VISIBLE_DEVICES|DEVICE_|LAUNCH)|TORCH_|NCCL_|NVIDIA_VISIBLE|SLURM_J)"
+)
+"""Environment variables that a bug report needs; others may hold secrets and are never shown."""
+
+
+def collect_facts() -> Facts:
+    """Everything about this machine and this Python. Takes the seconds that importing torch and Megatron takes."""
+    torch = _import_package("torch", ["torch"])
+    megatron = _import_package("megatron-core", list(hooks.TARGETS)) if torch.error is None else Package()
+    return Facts(
+        python=(sys.version_info.major, sys.version_info.minor, sys.version_info.micro),
+        mok_megatron=_installed("mok-megatron") or "unknown",
+        torch=torch,
+        torch_cuda=getattr(getattr(sys.modules.get("torch"), "version", None), "cuda", None),
+        megatron=megatron,
+        transformer_engine=_installed("transformer-engine"),
+        plugin=_plugin(),
+        driver=probe_driver(),
+        compiler=find_compiler(),
+        cache=_cache(),
+        cuda_backend_included=importlib.util.find_spec("mok_megatron.backends.cuda") is not None,
+        kernel_architectures=_kernel_architectures(),
+        environment={key: value for key, value in sorted(os.environ.items()) if SHOWN_VARIABLES.match(key)},
+    )
+
+
+def find_compiler() -> Compiler | None:
+    """The nvcc of ``CUDA_HOME``, of the PATH, or of /usr/local/cuda, with its version; None where there is none."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [str(Path(home) / "bin" / "nvcc")] if home else []
+    path = next(filter(None, map(shutil.which, [*places, "nvcc", "/usr/local/cuda/bin/nvcc"])), None)
+    if path is None:
+        return None
+    try:
+        output = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return Compiler(path=path, version=None)
+    match = re.search(r"release (\d+)\.(\d+)", output)
+    return Compiler(path=path, version=(int(match[1]), int(match[2])) if match else None)
+
+
+def _import_package(distribution: str, modules: list[str]) -> Package:
+    """Import the modules with their warnings and output kept away from the report."""
+    try:
+        noise = io.StringIO()
+        with warnings.catch_warnings(), contextlib.redirect_stdout(noise), contextlib.redirect_stderr(noise):
+            warnings.simplefilter("ignore")
+            for module in modules:
+                importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        found = _installed(distribution)
+        return Package(version=found, error=f"{error}" if found else "not installed")
+    except Exception as error:
+        return Package(version=_installed(distribution), error=f"{type(error).__name__}: {error}")
+    return Package(version=compat.megatron_version() if distribution == "megatron-core" else _installed(distribution))
+
+
+def _plugin() -> Plugin:
+    """What the import of Megatron, just done, left behind."""
+    misfit = None
+    try:
+        compat.require_fit()
+    except RuntimeError as error:
+        misfit = str(error)
+    return Plugin(
+        disabled_by=f"{hooks.DISABLE_VARIABLE}=1" if hooks.disabled() else None,
+        autoload_disabled=os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0",
+        misfit=misfit,
+    )
+
+
+def _cache() -> Cache:
+    folder = cache_dir()
+    existing = next(parent for parent in [folder, *folder.parents] if parent.exists())
+    libraries = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*.so"))) if folder.is_dir() else ()
+    return Cache(path=str(folder), writable=existing.is_dir() and os.access(existing, os.W_OK), libraries=libraries)
+
+
+def _kernel_architectures() -> tuple[str, ...]:
+    """Architectures for which ``kernels/sm<major><minor>`` (or the family's folder, ``sm100``) has sources."""
+    try:
+        folder = kernels_dir()
+    except FileNotFoundError:
+        return ()
+    has_family = {major: any((folder / f"sm{major}0").glob("*.cu")) for major, _ in CUDA_ARCHITECTURES}
+    return tuple(name for (major, _), name in CUDA_ARCHITECTURES.items() if has_family[major])
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
