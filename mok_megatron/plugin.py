@@ -121,7 +121,7 @@ def _patch_layer(module: ModuleType) -> bool:
     """Let ``MoELayer(...)`` build our subclass when the config asks for ``mok``."""
     layer_class = _symbol(module, "MoELayer")
     own_new = layer_class.__dict__.get("__new__")
-    if own_new is not None and hasattr(own_new.__func__, _PATCHED):
+    if hasattr(getattr(own_new, "__func__", None), _PATCHED):
         return False
     compat.require_version()
     if own_new is not None:
@@ -141,7 +141,7 @@ def _patch_layer(module: ModuleType) -> bool:
         return object.__new__(cls)
 
     setattr(__new__, _PATCHED, True)
-    layer_class.__new__ = __new__
+    layer_class.__new__ = staticmethod(__new__)
     return True
 
 
