@@ -19,6 +19,7 @@ _FACTORIES = (
     *("empty", "zeros", "ones", "full", "tensor", "as_tensor", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "randperm", "empty_like", "zeros_like", "ones_like", "full_like"),
 )
+_METHOD_FACTORIES = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 
 
 def install() -> None:
@@ -72,6 +73,8 @@ def _cpu_tensors() -> None:
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     tensor: Any = torch.Tensor
+    for name in _METHOD_FACTORIES:
+        setattr(tensor, name, _on_cpu(getattr(tensor, name)))
     original_to, original_type = tensor.to, tensor.type
     tensor.to = lambda self, *args, **kwargs: original_to(self, *map(_to_cpu, args), **_cpu_kwargs(kwargs))
     tensor.cuda = lambda self, *_, **__: self
