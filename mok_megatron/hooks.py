@@ -10,12 +10,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mok_megatron import compat
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
 
 logger = logging.getLogger("mok_megatron")
 
@@ -42,6 +43,7 @@ def install() -> bool:
     if disabled():
         return False
     if not any(isinstance(finder, _PostImportFinder) for finder in sys.meta_path):
+        # importlib.abc, whose base classes this could have, takes longer to import than all the rest.
         sys.meta_path.insert(0, _PostImportFinder())
     _patch_imported()
     return True
@@ -63,7 +65,7 @@ def _patch(module: ModuleType) -> None:
         compat.record_misfit(module.__name__, f"{type(error).__name__}: {error}")
 
 
-class _PatchingLoader(Loader):
+class _PatchingLoader:
     """Stands in for a module's loader until the module has run; then the module looks as if it never was here."""
 
     def __init__(self, loader: Any) -> None:
@@ -86,7 +88,7 @@ class _PatchingLoader(Loader):
         _patch(module)
 
 
-class _PostImportFinder(MetaPathFinder):
+class _PostImportFinder:
     """First on ``sys.meta_path``; lets the others find a target and wraps the loader of what they found."""
 
     def find_spec(
@@ -97,7 +99,7 @@ class _PostImportFinder(MetaPathFinder):
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
-            spec = finder.find_spec(fullname, path, target)
+            spec: Any = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):
                     spec.loader = _PatchingLoader(spec.loader)
