@@ -211,6 +211,10 @@ def split_inline(word: str) -> list[str]:
             "export A=1 B=2\nrun --moe-token-dispatcher-type mok\n",
         ),
         (
+            "A=( --moe-enable-deepep  # c\n  --moe-token-dispatcher-type flex  # d\n  --moe-enable-deepep )\n",
+            "A=( # c\n  --moe-token-dispatcher-type mok  # d\n  )\n",
+        ),
+        (
             "env USE_MNNVL=1 run --moe-token-dispatcher-type flex\n",
             "env run --moe-token-dispatcher-type mok\n",
         ),

@@ -181,24 +181,24 @@ def replacement(word: Word, value: str, new: str = rules.NEW_TYPE) -> Edit:
 def removal(text: str, words: Sequence[Word], first: int, last: int, open_end: int) -> Edit:
     """Remove words ``first..last`` with the space that separates them, so that the rest keeps its layout.
 
-    A comment behind them on the line stays, as does one before them; a continuation backslash never dangles.
+    Comments before and behind them stay; a continuation backslash never dangles.
     """
     start, end = words[first].start, words[last].end
     previous_end = words[first - 1].end if first else open_end
     gap = text[previous_end:start]
+    rest = text[end:].split("\n", 1)[0]
+    space_behind = Edit(start=start, end=end + len(rest) - len(rest.lstrip(" \t")))
     first_on_line = not text[text.rfind("\n", 0, start) + 1 : start].strip()
-    comment = re.compile(r"[ \t]*(?=#)").match(text, end)
-    if comment and comment.end() > end and first_on_line:
-        return Edit(start=start, end=comment.end())
-    if "\n" in gap and not re.search(r"\\\r?\n$", gap.rstrip(" \t")):
-        rest = text[end : text.find("\n", end) if "\n" in text[end:] else len(text)]
+    if first_on_line and rest.lstrip().startswith("#"):
+        return space_behind
+    if "\n" in gap and not gap.rstrip(" \t").endswith(("\\\n", "\\\r\n")):
         if rest.strip(" \t\r\\"):  # something else is on the line, and a comment above may need the line's end
-            return Edit(start=start, end=end + len(rest) - len(rest.lstrip(" \t")))
+            return space_behind
         newline = previous_end + gap.rindex("\n")
         return Edit(start=newline - (text[newline - 1] == "\r"), end=end)
     if first or "\n" in gap:
         return Edit(start=previous_end, end=end)
-    return Edit(start=start, end=words[last + 1].start if last + 1 < len(words) else end)
+    return space_behind
 
 
 def _merge(runs: Sequence[tuple[int, int]], words: Sequence[Word], text: str) -> list[tuple[int, int]]:
