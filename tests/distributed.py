@@ -80,7 +80,7 @@ def _join(processes: list[Any], deadline: float) -> None:
     running = {process.sentinel: process for process in processes}
     while running and (left := deadline - time.monotonic()) > 0:
         for sentinel in wait(list(running), timeout=left):
-            process = running.pop(sentinel)  # type: ignore[call-overload]
+            process = running.pop(sentinel)
             process.join()
             if process.exitcode != 0:
                 deadline = min(deadline, time.monotonic() + _GRACE_S)

@@ -149,6 +149,7 @@ def test_clamp_and_offset() -> None:
     """About 30 % of the gates and more of the ups lie beyond the limit, forward and backward."""
     inputs = _inputs("w1_uniform", torch.float32, CLAMPED)
     gate, up = torch.einsum("th,eih->tei", inputs.x, inputs.w1).chunk(2, dim=2)
+    assert CLAMPED.clamp is not None
     assert 0.2 < (gate > CLAMPED.clamp).float().mean() < 0.5
     assert 0.2 < (up.abs() > CLAMPED.clamp).float().mean() < 0.8
     _check_fp32(_alone(inputs), inputs)
@@ -172,7 +173,7 @@ def test_gradients_are_right_for_weights_that_are_not_positive(sign: float) -> N
     inputs = _inputs("w1_uniform", torch.float64)
     inputs = replace(inputs, probs=inputs.probs * sign)
     backend = make_backend(inputs)
-    schedule = backend.build_schedule(inputs.probs, inputs.routing_map)
+    schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map)
     w1, w2 = list(inputs.w1), list(inputs.w2)
     _, saved = backend.forward(inputs.x, schedule, w1, w2, save=True, layer=1)
     assert saved is not None
@@ -214,7 +215,7 @@ def test_weight_gradients_accumulate_or_overwrite(accumulate_dtype: torch.dtype)
     inputs = replace(inputs, routing_map=routing_map)
     backend = make_backend(inputs)
     w1, w2 = list(inputs.w1), list(inputs.w2)
-    schedule = backend.build_schedule(inputs.probs, inputs.routing_map)
+    schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map)
     _, saved = backend.forward(inputs.x, schedule, w1, w2, save=True, layer=1)
     assert saved is not None
 
@@ -239,7 +240,7 @@ def test_nothing_is_kept_beyond_what_the_options_say() -> None:
         (MokConfig(recompute=True), (False, False)),
     ):
         backend = make_backend(inputs, config=config)
-        schedule = backend.build_schedule(inputs.probs, inputs.routing_map)
+        schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map)
         _, saved = backend.forward(inputs.x, schedule, list(inputs.w1), list(inputs.w2), save=True, layer=1)
         assert saved is not None
         assert (saved.gate_up is not None, saved.x_rows is not None) == kept
@@ -255,7 +256,7 @@ def test_wrong_layers_are_refused() -> None:
         ReferenceBackend(replace(shape, ep_size=1), MokConfig(), None, "cpu", torch.float16)
     inputs = _inputs("w1_uniform", torch.float32)
     backend = make_backend(inputs)
-    schedule = backend.build_schedule(inputs.probs, inputs.routing_map)
+    schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map)
     w1, w2 = list(inputs.w1), list(inputs.w2)
     with pytest.raises(ValueError, match=r"layer 7: w1 has 7 experts, the rank holds 8"):
         backend.forward(inputs.x, schedule, w1[1:], w2, save=False, layer=7)
