@@ -96,8 +96,8 @@ class Layout:
     def _require_divisible(self, name: str, value: int, by_name: str, by: int) -> None:
         if value < by or value % by:
             lower, upper = value // by * by, (value // by + 1) * by
-            nearest_valid = upper if lower == 0 or upper - value < value - lower else lower
-            raise ValueError(f"{name}={value} is not a multiple of {by_name} = {by}; nearest valid is {nearest_valid}")
+            valid = f"{lower} and {upper}" if lower else str(upper)
+            raise ValueError(f"{name}={value} is not a multiple of {by_name} = {by}; nearest valid: {valid}")
 
     @property
     def dp(self) -> int:
@@ -205,7 +205,10 @@ def load_model_config(config: str | Path) -> ModelConfig:
         raise ValueError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(loaded, Mapping):
         raise ValueError(f"{path}: expected a mapping with architecture and layouts, got {type(loaded).__name__}")
-    return build(ModelConfig, {"name": path.stem, **loaded}, str(path))
+    try:
+        return build(ModelConfig, {"name": path.stem, **loaded})
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _check_flags(flags: Mapping[str, Any], where: str) -> None:

@@ -16,8 +16,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {match[0]!r}?)" if match else ""
 
 
-def build[T](cls: type[T], value: object, where: str) -> T:
-    """Build the dataclass ``cls`` from a mapping; ``where`` is its dotted place for messages.
+def build[T](cls: type[T], value: object, where: str = "") -> T:
+    """Build the dataclass ``cls`` from a mapping; ``where`` is its dotted place for messages, empty at the top.
 
     Fields may be int, float, bool, str, Literal, ``X | None``, nested dataclasses (several kinds
     are told apart by their field ``kind``), tuples of them, and mappings.
@@ -25,22 +25,26 @@ def build[T](cls: type[T], value: object, where: str) -> T:
     are passed on with the place in front.
     """
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: expected a mapping, got {_shown(value)}")
+        raise ValueError(f"{_prefix(where)}expected a mapping, got {_shown(value)}")
     known = {field.name: field for field in dataclasses.fields(cls)}  # type: ignore[arg-type]  # a dataclass
     for key in value:
         if key not in known:
             raise ValueError(
-                f"{where}: unknown key {key!r}{nearest(str(key), known)}; known keys are {', '.join(known)}"
+                f"{_prefix(where)}unknown key {key!r}{nearest(str(key), known)}; known keys are {', '.join(known)}"
             )
     missing = [name for name, field in known.items() if name not in value and _is_required(field)]
     if missing:
-        raise ValueError(f"{where}: missing {', '.join(missing)}")
+        raise ValueError(f"{_prefix(where)}missing {', '.join(missing)}")
     hints = typing.get_type_hints(cls)
-    arguments = {key: _convert(hints[key], item, f"{where}.{key}") for key, item in value.items()}
+    arguments = {key: _convert(hints[key], item, f"{where}.{key}".lstrip(".")) for key, item in value.items()}
     try:
         return cls(**arguments)
     except ValueError as error:
-        raise ValueError(f"{where}: {error}") from error
+        raise ValueError(f"{_prefix(where)}{error}") from error
+
+
+def _prefix(where: str) -> str:
+    return f"{where}: " if where else ""
 
 
 def _is_required(field: dataclasses.Field[Any]) -> bool:
