@@ -68,22 +68,22 @@ def installed_version() -> Version:
 
 
 def command_line(
-    config: ModelConfig, layout_name: str | None = None, *, version: Version, dispatcher: str = "mok"
+    config: ModelConfig, layout_name: str | None = None, *, version: Version, dispatcher: str | None = None
 ) -> CommandLine:
-    """All flags for one layout of ``config``.
+    """All flags for one layout of ``config``; ``dispatcher`` replaces that of the layout.
 
     Raises ValueError for an unknown layout, a flag given both by the architecture and by ``training``, and a feature
     that this Megatron version lacks.
     """
     layout = config.layout(layout_name)
     arch = config.architecture_for(layout)
-    generated = [*_architecture(arch), *_layout(layout), _flag("moe-token-dispatcher-type", dispatcher)]
+    generated = [*_architecture(arch), *_layout(layout), _flag("moe-token-dispatcher-type", dispatcher or layout.dispatcher)]
     free = {**config.training, **layout.training}
     doubled = sorted(set(free) & {flag for flag, _ in generated})
     if doubled:
         raise ValueError(f"training gives --{doubled[0]}, which follows from the architecture or the layout: remove it")
     flags = [_spelled(flag, version) for flag in [*generated, *(_flag(name, value) for name, value in free.items())]]
-    return CommandLine(flags=tuple(flags), notes=tuple(_notes(arch)))
+    return CommandLine(flags=tuple(flags), notes=(*_notes(arch), *config.notes))
 
 
 def _flag(name: str, value: object = True) -> Flag:
@@ -194,7 +194,8 @@ def _linear_attention(linear: LinearAttention) -> Iterator[Flag]:
 def _moe(arch: Architecture) -> Iterator[Flag]:
     moe, router = arch.moe, arch.moe.router
     yield _flag("num-experts", moe.experts)
-    yield _flag("moe-layer-freq", f"([0]*{arch.dense_layers}+[1]*{arch.moe_layers})")
+    if arch.dense_layers:
+        yield _flag("moe-layer-freq", f"([0]*{arch.dense_layers}+[1]*{arch.moe_layers})")
     yield _flag("moe-ffn-hidden-size", moe.intermediate)
     yield _flag("moe-router-topk", moe.top_k)
     yield _flag("moe-router-score-function", router.score)

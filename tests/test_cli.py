@@ -81,6 +81,13 @@ def test_args_prints_what_a_shell_reads_back() -> None:
     assert len(lines.stdout.splitlines()) > 30
 
 
+def test_one_line_is_read_into_an_array_by_the_documented_idiom() -> None:
+    script = f'eval "flags=($({shlex.quote(sys.executable)} -m mok_megatron.cli args tiny-deepseek --one-line))"'
+    script += "; printf '%s\\n' \"${flags[@]}\""
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "([0]*1+[1]*3)" in done.stdout.splitlines()
+
+
 def test_dispatcher_can_be_another() -> None:
     config = load_model_config("tiny-deepseek")
     mok = command_line(config, version=(0, 19)).flags

@@ -14,12 +14,13 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         "args",
         help="print the Megatron command line of a model config",
         description="Print the Megatron flags of a model config and one of its layouts, spelled for the installed "
-        "megatron-core. Notes go to stderr, so that $(mok-megatron args ... --one-line) is safe in a script.",
+        "megatron-core, quoted for a shell. Notes go to stderr.",
+        epilog='In a script: eval "flags=($(mok-megatron args CONFIG --one-line))", then "${flags[@]}".',
     )
     parser.add_argument("config", metavar="CONFIG", help="a config file (.yaml), or the name of a shipped config")
     parser.add_argument("--layout", metavar="NAME", help="layout of the config (default: the first one)")
     parser.add_argument(
-        "--dispatcher", default="mok", metavar="TYPE", help="token dispatcher, e.g. alltoall to compare (default: mok)"
+        "--dispatcher", metavar="TYPE", help="token dispatcher, e.g. alltoall to compare (default: the layout's, mok)"
     )
     parser.add_argument(
         "--megatron", metavar="VERSION", help="spell for this megatron-core, e.g. 0.17 (default: the installed one)"
