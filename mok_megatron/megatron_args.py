@@ -77,7 +77,8 @@ def command_line(
     """
     layout = config.layout(layout_name)
     arch = config.architecture_for(layout)
-    generated = [*_architecture(arch), *_layout(layout), _flag("moe-token-dispatcher-type", dispatcher or layout.dispatcher)]
+    type_flag = _flag("moe-token-dispatcher-type", dispatcher or layout.dispatcher)
+    generated = [*_architecture(arch), *_layout(layout), type_flag]
     free = {**config.training, **layout.training}
     doubled = sorted(set(free) & {flag for flag, _ in generated})
     if doubled:

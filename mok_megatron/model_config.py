@@ -30,14 +30,20 @@ class Published:
     Attributes:
         total, active: parameters, e.g. 671.0e9.
         source: where the numbers are printed.
+        total_unit, active_unit: unit of the last digit that the source prints, where it prints two digits or fewer:
+            1e11 for "1.6T", 1e9 for "13B". Sources round and truncate, so the count may differ by as much.
         with_mtp: whether they include the MTP layers.
+        total_embeddings: whether ``total`` counts the vocabulary tables.
         active_embeddings: which of the two vocabulary tables ``active`` counts.
     """
 
     total: float
     active: float
     source: str
+    total_unit: float = 0.0
+    active_unit: float = 0.0
     with_mtp: bool = False
+    total_embeddings: bool = True
     active_embeddings: Literal["both", "one", "none"] = "both"
 
 
@@ -50,6 +56,7 @@ class Layout:
         vpp: virtual pipeline stages per pipeline rank (Megatron's interleaved schedule).
         pipeline: Megatron's ``--pipeline-model-parallel-layout``, for uneven stages.
         recompute: ``none``, ``full``, or the list of submodules to recompute.
+        dispatcher: ``alltoall`` for a layout whose EP groups span NVLink domains, which mok refuses.
         note: for whom the layout is, in one line.
         training: flags for this layout only; they replace those of the config.
         overrides: changes of the architecture (nested mapping), e.g. fewer layers for a smoke run on one GPU.
@@ -67,6 +74,7 @@ class Layout:
     global_batch: int
     pipeline: str | None = None
     recompute: Literal["none", "full"] | tuple[str, ...] = "none"
+    dispatcher: Literal["mok", "alltoall"] = "mok"
     note: str | None = None
     training: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)
@@ -118,6 +126,7 @@ class ModelConfig:
         name: the file's name without ``.yaml``.
         training: Megatron flags without the leading dashes: value true for a bare flag, a list for several values.
         layouts: by name; the first is the default.
+        notes: what Megatron's flags leave out of this model and no other field says; printed with the flags.
     """
 
     name: str
@@ -125,6 +134,7 @@ class ModelConfig:
     layouts: Mapping[str, Layout]
     training: Mapping[str, Any] = field(default_factory=dict)
     published: Published | None = None
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.layouts:
@@ -168,6 +178,8 @@ class ModelConfig:
         if self.published is not None:
             if self.published.with_mtp:
                 total, active = total + counts.mtp, active + counts.mtp_active
+            if not self.published.total_embeddings:
+                total -= counts.embedding + counts.output
             if self.published.active_embeddings == "none":
                 active -= counts.embedding + counts.output
             elif self.published.active_embeddings == "one" and not arch.tied_embeddings:
