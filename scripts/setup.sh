@@ -7,6 +7,7 @@ cd "$(dirname "$0")/.."
 
 venv=.venv
 lock=requirements/dev.lock
+megatrons=requirements/megatrons.lock
 stamp=$venv/mok-setup.stamp
 log=$venv/mok-setup.log
 needed_mb=9000
@@ -69,7 +70,7 @@ pip_quietly() {
   fi
 }
 
-wanted=$(cat "$lock" pyproject.toml setup.py scripts/setup.sh | sha256sum | cut -d' ' -f1)
+wanted=$(cat "$lock" "$megatrons" pyproject.toml setup.py scripts/setup.sh | sha256sum | cut -d' ' -f1)
 is_current() {
   [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$wanted $PWD" ]]
 }
@@ -95,6 +96,11 @@ rm -f "$stamp"
 : >"$log"
 echo "setup: installing $(grep -c == "$lock") pinned packages (torch with CUDA: several GB, minutes)"
 pip_quietly "installing the pinned packages" install --no-deps -r "$lock"
+rm -rf "$venv/megatrons"
+while read -r requirement; do
+  echo "setup: $requirement for the tests, beside the main one"
+  pip_quietly "installing $requirement" install --no-deps --target "$venv/megatrons/${requirement#*==}" "$requirement"
+done < <(grep -v '^#' "$megatrons")
 echo "setup: installing this checkout"
 pip_quietly "installing this checkout" install --no-deps --no-build-isolation -e .
 pip_quietly "the check that all packages fit together" check

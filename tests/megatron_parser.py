@@ -1,7 +1,7 @@
 """Runs Megatron's own parser and checks on command lines of model configs, in a process of its own.
 
 ``python -m tests.megatron_parser CONFIG LAYOUT VERSION [CONFIG LAYOUT VERSION ...]`` prints one JSON list: for each,
-``{"error": str | None, "config": {field: value}}`` of the TransformerConfig that Megatron builds.
+``{"error": str | None, "config": {field: value}, "megatron": version}`` of the TransformerConfig that Megatron builds.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ import os
 import subprocess
 import sys
 import warnings
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.megatron_versions import ROOT, environment, megatron_versions
 
 
 def parse_with_megatron(
-    cases: list[tuple[str, str]], *, version: str = "0.19", megatron_path: str | None = None, timeout_s: float = 240
+    cases: list[tuple[str, str]], megatron: str | None = None, timeout_s: float = 240
 ) -> list[dict[str, Any]]:
-    """Outcome of each (config, layout); ``megatron_path`` puts another megatron-core first on the path."""
-    arguments = [item for config, layout in cases for item in (config, layout, version)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [megatron_path, str(ROOT)]))}
+    """Outcome of each (config, layout) with one of ``megatron_versions()``; the default is the installed one."""
+    megatron = megatron or megatron_versions()[-1]
+    arguments = [item for config, layout in cases for item in (config, layout, megatron)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.megatron_parser", *arguments],
-        capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=environment, check=False,
+        capture_output=True, text=True, timeout=timeout_s, cwd=ROOT, env=environment(megatron), check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     outcomes: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
@@ -63,7 +62,9 @@ def main() -> None:
                 outcomes.append({"error": None, "config": _outcome(*case)})
         except (Exception, SystemExit) as error:
             outcomes.append({"error": f"{type(error).__name__}: {error}", "config": {}})
-    print(json.dumps(outcomes))
+    from megatron.core import __version__
+
+    print(json.dumps([{**outcome, "megatron": __version__} for outcome in outcomes]))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from mok_megatron import cli
 from mok_megatron.megatron_args import command_line, parse_version
 from mok_megatron.model_config import load_model_config
 from tests.megatron_parser import parse_with_megatron
+from tests.megatron_versions import megatron_versions
 
 
 def run_cli(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -109,11 +110,13 @@ def test_versions_that_are_refused(text: str) -> None:
         parse_version(text)
 
 
-def test_megatron_parses_the_tiny_config_and_builds_the_same_model() -> None:
+@pytest.mark.parametrize("megatron", megatron_versions())
+def test_megatron_parses_the_tiny_config_and_builds_the_same_model(megatron: str) -> None:
     """Megatron's parser, its argument checks, and its TransformerConfig, for each layout of the tiny config."""
     config = load_model_config("tiny-deepseek")
-    outcomes = parse_with_megatron([("tiny-deepseek", layout) for layout in config.layouts])
+    outcomes = parse_with_megatron([("tiny-deepseek", layout) for layout in config.layouts], megatron)
     assert [outcome["error"] for outcome in outcomes] == [None] * len(outcomes)
+    assert all(outcome["megatron"].split("+")[0] == megatron for outcome in outcomes)
     arch = config.architecture
     for outcome, layout in zip(outcomes, config.layouts.values(), strict=True):
         wanted = {
