@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -88,3 +89,15 @@ def manual_seed(seed: int) -> None:
 
 def nothing(*_: Any, **__: Any) -> None:
     """Stands for a call that has no meaning without a device: synchronize, empty_cache, set_device, ..."""
+
+
+def weight_gradient_extension() -> ModuleType:
+    """Apex's extension for ``--gradient-accumulation-fusion``: ``main_grad += grad_output^T @ input``."""
+
+    def accumulate(total_input: torch.Tensor, grad_output: torch.Tensor, main_grad: torch.Tensor) -> None:
+        """``total_input [N, H]``, ``grad_output [N, O]``, ``main_grad [O, H]`` fp32 or lower, changed in place."""
+        main_grad.add_(torch.mm(grad_output.t(), total_input))
+
+    module: Any = ModuleType("fused_weight_gradient_mlp_cuda")
+    module.wgrad_gemm_accum_fp32 = module.wgrad_gemm_accum_fp16 = accumulate
+    return module

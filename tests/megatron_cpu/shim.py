@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -37,6 +38,8 @@ def install() -> None:
     _cpu_tensors()
     _disable_compiler()
     _plain_split_sizes()
+    # Lets the option be tested: Megatron takes it only where Apex's CUDA extension can be imported.
+    sys.modules["fused_weight_gradient_mlp_cuda"] = fake_cuda.weight_gradient_extension()
 
 
 def _fake_device() -> None:
