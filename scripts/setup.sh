@@ -82,7 +82,9 @@ if command -v flock >/dev/null; then
   is_current && exit 0
 fi
 
-if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+# Make .venv, or use the one that is there if it fits.
+make_venv() {
+  local python free_mb
   python=$(find_python) || die "no Python >= 3.12 with the venv module was found${PYTHON:+ (PYTHON=$PYTHON)}" \
     "install one (apt install python3.12-venv, pyenv install 3.12, uv python install 3.12), or set PYTHON=/path/to/python3.12"
   free_mb=$(df -Pm . | awk 'NR == 2 { print $4 }')
@@ -90,6 +92,20 @@ if ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
   echo "setup: environment in $venv with $("$python" --version 2>&1) ($python)"
   rm -rf "$venv"
   "$python" -m venv "$venv" || die "$python could not make a venv in $PWD/$venv"
+}
+
+base_of() {
+  "$1" -c 'import sys; print(sys.base_prefix)'
+}
+
+if ! "$venv/bin/python" -c '' 2>/dev/null; then
+  make_venv
+elif ! "$venv/bin/python" -c 'import sys; sys.exit(sys.version_info < (3, 12))'; then
+  die "$PWD/$venv has $("$venv/bin/python" --version), 3.12 or newer is needed: remove that folder and run this again"
+elif [[ -n ${PYTHON:-} && $(base_of "$PYTHON") != "$(base_of "$venv/bin/python")" ]]; then
+  die "$PWD/$venv was made by another Python than PYTHON=$PYTHON: remove that folder and run this again"
+elif ! "$venv/bin/python" -c 'import pip' 2>/dev/null; then
+  "$venv/bin/python" -m ensurepip >/dev/null || die "$PWD/$venv has no pip: remove that folder and run this again"
 fi
 
 rm -f "$stamp"
