@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from mok_megatron import compat
 
@@ -99,9 +99,9 @@ class _PostImportFinder:
         for finder in sys.meta_path:
             if finder is self or not hasattr(finder, "find_spec"):
                 continue
-            spec: Any = finder.find_spec(fullname, path, target)
+            spec: ModuleSpec | None = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):
-                    spec.loader = _PatchingLoader(spec.loader)
+                    spec.loader = cast("Any", _PatchingLoader(spec.loader))
                 return spec
         return None

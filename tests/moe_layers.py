@@ -1,0 +1,190 @@
+"""Small MoELayers of the imported megatron-core on the CPU: ``mok`` and ``alltoall`` twins with the same weights.
+
+Everything here belongs into a process of its own (``run_ranks``, a subprocess): ``alltoall`` needs the CPU shim, which
+replaces functions of torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 32, 24, 8, 2
+
+_BASE: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": HIDDEN,
+    "num_attention_heads": 4,
+    "ffn_hidden_size": INTERMEDIATE,
+    "moe_ffn_hidden_size": INTERMEDIATE,
+    "num_moe_experts": EXPERTS,
+    "moe_router_topk": TOP_K,
+    "moe_router_load_balancing_type": "none",
+    "gated_linear_unit": True,
+    "activation_func": torch.nn.functional.silu,
+    "add_bias_linear": False,
+    "use_cpu_initialization": True,
+}
+
+_DEEPSEEK = {
+    "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 4,
+    "moe_router_group_topk": 2,
+    "moe_router_topk": 3,
+    "moe_router_topk_scaling_factor": 2.5,
+    "moe_router_enable_expert_bias": True,
+    "moe_router_dtype": "fp32",
+}
+
+LAYER_CASES: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "pre-softmax": {"moe_router_pre_softmax": True},
+    "k1": {"moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "all experts": {"moe_router_topk": EXPERTS},
+    "sigmoid, groups, expert bias": _DEEPSEEK,
+    "aux and z loss": {
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.3,
+        "moe_z_loss_coeff": 0.2,
+    },
+    "sequence aux loss, sigmoid": {
+        **_DEEPSEEK,
+        "moe_router_load_balancing_type": "seq_aux_loss",
+        "moe_aux_loss_coeff": 0.3,
+    },
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_router_topk": 1},
+    "capacity drop": {"moe_expert_capacity_factor": 0.5},
+    "capacity drop by position": {"moe_expert_capacity_factor": 0.5, "moe_token_drop_policy": "position"},
+    "router in fp32": {"moe_router_dtype": "fp32"},
+    "router in fp64": {"moe_router_dtype": "fp64"},
+    "shared expert": {"moe_shared_expert_intermediate_size": 40},
+    "shared expert with gate": {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
+    "clamped swiglu": {"activation_func_clamp_value": 0.5},
+    "swiglu with offset": {"glu_linear_offset": 0.5, "activation_func_clamp_value": 0.8},
+    "fused swiglu": {"bias_activation_fusion": True},
+}
+"""Name -> fields of TransformerConfig: what the router, the shared expert and the activation can be."""
+
+
+def start_megatron(expert_parallel: int = 1) -> None:
+    """CPU shim, hooks, Megatron's process groups on the default group, and its random states."""
+    from tests.megatron_cpu import shim
+
+    shim.install()
+    from megatron.core import parallel_state, tensor_parallel
+
+    import mok_megatron  # noqa: F401 (installs the hooks, whatever autoload does)
+
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=expert_parallel)
+    tensor_parallel.model_parallel_cuda_manual_seed(1)
+
+
+def make_config(dispatcher: str = "mok", **changes: Any) -> Any:
+    """A TransformerConfig of one small MoE layer."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    return TransformerConfig(**{**_BASE, "moe_token_dispatcher_type": dispatcher, **changes})
+
+
+def build(dispatcher: str = "mok", *, seed: int = 1, **changes: Any) -> Any:
+    """One MoELayer with SequentialMLP experts (Transformer Engine does not run on the CPU).
+
+    Weights have unit gain; experts differ from rank to rank, everything else is the same on all ranks.
+    """
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    config = make_config(dispatcher, **changes)
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    # 0.19 hands out a partial of MoELayer, earlier versions a ModuleSpec.
+    layer = spec(config=config) if callable(spec) else build_module(spec, config=config)
+    layer.set_layer_number(1)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:
+            if name.startswith("experts."):
+                continue
+            if tensor.dim() == 2:
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[1] ** -0.5)
+            elif name == "router.expert_bias":
+                tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1)
+        generator.manual_seed(seed + 100 * (1 + layer.ep_group.rank()))
+        for tensor in layer.experts.parameters():
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[1] ** -0.5)
+    return layer
+
+
+def build_twins(**changes: Any) -> dict[str, Any]:
+    """The two layers, with the same weights."""
+    return {dispatcher: build(dispatcher, **changes) for dispatcher in ("alltoall", "mok")}
+
+
+def tokens(rank: int, *, sequence: int = 24, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """``[S, 2, H]`` of unit scale; S differs from rank to rank."""
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return torch.randn(sequence - 7 * rank, 2, HIDDEN, generator=generator).to(dtype)
+
+
+def run(layer: Any, x: Tensor, **forward_arguments: Any) -> dict[str, Tensor]:
+    """One forward and backward of the whole layer: y, dx, dprobs and each parameter's gradient.
+
+    The gradient of y depends on y, so that an error of the forward reaches the gradients as well.
+    """
+    routed: list[Tensor] = []
+
+    def keep_probs(_module: Any, _inputs: Any, outputs: tuple[Tensor, Tensor]) -> None:
+        if outputs[0].requires_grad:  # the first forward of a recomputed layer has no gradients
+            outputs[0].retain_grad()
+            routed.append(outputs[0])
+
+    handle = layer.router.register_forward_hook(keep_probs)
+    x = x.clone().requires_grad_()
+    y, bias = layer(x, **forward_arguments)
+    assert bias is None
+    (y.float().square().sum() + y.float().sum()).backward()
+    handle.remove()
+    found = {"y": y.detach(), "dx": x.grad, "dprobs": routed[-1].grad}
+    for name, parameter in layer.named_parameters():
+        found[f"d {name}"], parameter.grad = parameter.grad, None
+    return found
+
+
+def run_behind_router(layer: Any, x: Tensor, probs: Tensor, routing_map: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """The layer's part behind the router alone, as its forward calls it: y, dx, dprobs ``[T, E]``, each weight's."""
+    x, probs = x.clone().requires_grad_(), probs.clone().requires_grad_()
+    hidden, dispatched_probs = layer.preprocess(x, probs, routing_map)
+    hidden, dispatched_probs = layer.dispatch(hidden, dispatched_probs)
+    y, _ = layer.routed_experts_compute(hidden, dispatched_probs)
+    y = layer.postprocess(layer.combine(y), None)
+    y.backward(dy)
+    found = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}
+    for name, parameter in layer.experts.named_parameters():
+        found[f"d {name}"], parameter.grad = parameter.grad, None
+    return found
+
+
+def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Per quantity: norm of the difference over the norm of what is expected."""
+    assert list(found) == list(expected)
+    return {name: relative_error(found[name], expected[name]) for name in found}
+
+
+def relative_error(found: Tensor | None, expected: Tensor | None) -> float:
+    """NaN counts as infinite; nothing equals nothing; an expected 0 must be 0."""
+    if found is None or expected is None:
+        return 0.0 if found is expected else float("inf")
+    error, scale = (found.double() - expected.double()).norm(), expected.double().norm()
+    value = float(error / scale) if scale > 0 else float(error)
+    return value if value == value else float("inf")
+
+
+def worst(errors: dict[str, float]) -> tuple[float, str]:
+    """The largest error and its quantity."""
+    return max((value, name) for name, value in errors.items())
+
+
+def same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    """Names of the quantities that differ in any bit."""
+    return [name for name in one if not torch.equal(one[name], other[name])]
