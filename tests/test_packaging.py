@@ -93,7 +93,7 @@ def test_entry_point_is_installed() -> None:
 
 
 def test_import_is_cheap() -> None:
-    """Milliseconds of CPU time, and neither torch nor Megatron: the package is imported in every process that imports torch."""
+    """Milliseconds of CPU time, neither torch nor Megatron: it is imported in every process that imports torch."""
     code = (
         "import time, sys; started = time.process_time(); import mok_megatron; "
         "print(time.process_time() - started, 'torch' in sys.modules, 'megatron' in sys.modules)"
