@@ -94,7 +94,7 @@ class OtherAttention:
     params: int
     mtp_params: int = 0
     stand_in: Gqa | Mla
-    details: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __post_init__(self) -> None:
         require_at_least(self, 1, "params")

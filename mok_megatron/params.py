@@ -54,7 +54,7 @@ def count_params(arch: Architecture) -> ParamCount:
         GQA        = H * d * (heads * (2, or 3 with an output gate) + 2 * kv_heads), and small norms and biases
         MLA        = H * q + q * heads * (nope + rope) + H * (kv + rope) + kv * heads * (nope + v) + heads * v * H
         gated delta net = H * (2 * keys + 2 * values + 2 * value_heads) + values * H + convolution and gates
-        MTP layer  = one MoE layer with full attention + 2 * H * H + 3 * H
+        MTP layer  = one MoE layer with full attention and an indexer of its own + 2 * H * H + 3 * H
 
     With a latent width l, routed experts see l in place of H, and 2 * H * l is added per MoE layer.
     """
@@ -97,11 +97,16 @@ def _attention(arch: Architecture) -> int:
 
 
 def _full_attention(arch: Architecture, mtp: bool = False) -> int:
-    """One layer of full attention, without its input norm and indexer."""
+    """One layer of full attention, without its input norm; the indexer is counted apart, except for an MTP layer."""
     attention = arch.attention
     if isinstance(attention, OtherAttention):
         return attention.mtp_params if mtp else 0
-    return _gqa(arch.hidden, attention) if isinstance(attention, Gqa) else _mla(arch.hidden, attention)
+    if isinstance(attention, Gqa):
+        return _gqa(arch.hidden, attention)
+    indexer = 0
+    if mtp and attention.indexer is not None:
+        indexer = _indexer(arch.hidden, attention.q_rank or arch.hidden, attention.indexer)
+    return _mla(arch.hidden, attention) + indexer
 
 
 def _gqa(hidden: int, a: Gqa) -> int:

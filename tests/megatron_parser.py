@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 from typing import Any
 
 from tests.megatron_versions import ROOT, environment, megatron_versions
@@ -36,6 +37,8 @@ def parse_with_megatron(
 
 
 def _outcome(config_name: str, layout_name: str, version: str) -> dict[str, Any]:
+    import torch
+    from megatron.core.models.common.embeddings import rope_utils
     from megatron.training import arguments
 
     from mok_megatron.megatron_args import command_line, parse_version
@@ -43,7 +46,13 @@ def _outcome(config_name: str, layout_name: str, version: str) -> dict[str, Any]
 
     config = load_model_config(config_name)
     command = command_line(config, layout_name, version=parse_version(version))
-    os.environ.update(WORLD_SIZE=str(config.layout(layout_name).gpus), RANK="0")
+    os.environ.update(WORLD_SIZE=str(config.layout(layout_name).gpus), RANK="0", CUDA_DEVICE_MAX_CONNECTIONS="1")
+    # Megatron's checks ask which GPU is there: Blackwell for a rack, else Hopper.
+    major = 10 if layout_name.startswith("nvl72") else 9
+    torch.cuda.get_device_capability = lambda *_: (major, 0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=major, minor=0)
+    # And whether Transformer Engine's fused rotary embedding is there, which these machines have.
+    rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb or object()
     sys.argv = ["pretrain_gpt.py", *command.argv()]
     args = arguments.validate_args(arguments.parse_args(), {})
     model = arguments.core_transformer_config_from_args(args)
