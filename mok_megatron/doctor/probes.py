@@ -75,7 +75,17 @@ def _import_package(distribution: str, modules: list[str]) -> Package:
         return Package(version=found, error=f"{error}" if found else "not installed")
     except Exception as error:
         return Package(version=_installed(distribution), error=f"{type(error).__name__}: {error}")
-    return Package(version=compat.megatron_version() if distribution == "megatron-core" else _installed(distribution))
+    return Package(version=_megatron_version() if distribution == "megatron-core" else _installed(distribution))
+
+
+def _megatron_version() -> str:
+    """Version of the Megatron that was imported: a checkout on the path wins over the installed one.
+
+    Megatron appends the revision of the git repository of the working folder, even to a wheel's version; where the
+    installed version is the same, that one is the truth.
+    """
+    imported, installed = compat.megatron_version(), _installed("megatron-core")
+    return installed if installed is not None and imported.split("+")[0] == installed else imported
 
 
 def _plugin() -> Plugin:
