@@ -7,6 +7,7 @@ A flag wins over ``configure``, which wins over the YAML file, which wins over t
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import types
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from mok_megatron.config import MokConfig
+
+logger = logging.getLogger("mok_megatron")
 
 CONFIG_VARIABLE = "MOK_MEGATRON_CONFIG"
 CONFIG_FLAG = "--mok-config"
@@ -28,6 +31,7 @@ class _Sources:
     flags: dict[str, Any] = field(default_factory=dict)
     file: str | None = None
     python: dict[str, Any] = field(default_factory=dict)
+    warned: bool = False
 
 
 _sources = _Sources()
@@ -51,29 +55,49 @@ def configure(**options: Any) -> MokConfig:
     return current()
 
 
+def warn_if_unused() -> None:
+    """Say once that ``--mok-*`` flags were given to a run whose MoE layers do not use them."""
+    if _sources.flags and not _sources.warned:
+        _sources.warned = True
+        given = ", ".join(flag_names(name)[0] for name in sorted(_sources.flags))
+        logger.warning("mok_megatron: %s without effect: moe_token_dispatcher_type is not 'mok'", given)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add the options to a parser. What it parses is checked at once and kept for ``current``.
 
     A new parser starts afresh: flags that an earlier one parsed in this process are forgotten.
     """
-    _sources.flags, _sources.file = {}, None
+    _sources.flags, _sources.file, _sources.warned = {}, None, False
     group = parser.add_argument_group("mok", "Backend behind --moe-token-dispatcher-type mok.")
     group.add_argument(
         CONFIG_FLAG, metavar="FILE", action=_FileAction, help=f"YAML file of the options below [{CONFIG_VARIABLE}]."
     )
     hints = typing.get_type_hints(MokConfig)
-    described = _descriptions()
+    described = descriptions()
     for option in fields(MokConfig):
-        flag = "--mok-" + option.name.replace("_", "-")
+        flags = flag_names(option.name)
         text = f"{described.get(option.name, '')} Default: {option.default}.".replace("%", "%%")
         kind = _value_type(hints[option.name])
         if kind is bool:
-            names = [flag, f"--no-{flag.removeprefix('--')}"]
-            group.add_argument(*names, dest=f"mok_{option.name}", nargs=0, action=_OptionAction, help=text)
+            group.add_argument(*flags, dest=f"mok_{option.name}", nargs=0, action=_OptionAction, help=text)
         else:
             choices = typing.get_args(hints[option.name]) if kind is str else None
-            group.add_argument(flag, type=kind, choices=choices or None, action=_OptionAction, help=text)
+            group.add_argument(*flags, type=kind, choices=choices or None, action=_OptionAction, help=text)
     return parser
+
+
+def flag_names(option: str) -> list[str]:
+    """``save_x`` -> ``--mok-save-x`` and, for an option that is true or false, ``--no-mok-save-x``."""
+    flag = "mok-" + option.replace("_", "-")
+    is_bool = _value_type(typing.get_type_hints(MokConfig)[option]) is bool
+    return [f"--{flag}", f"--no-{flag}"] if is_bool else [f"--{flag}"]
+
+
+def descriptions() -> dict[str, str]:
+    """Option -> its line in the docstring of MokConfig (nothing where Python strips docstrings)."""
+    found = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", MokConfig.__doc__ or "", flags=re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 class _OptionAction(argparse.Action):
@@ -125,9 +149,3 @@ def _value_type(hint: Any) -> type:
         if len(plain) == 1:
             return _value_type(plain[0])
     raise TypeError(f"an option of MokConfig has a type without a flag: {hint!r}")
-
-
-def _descriptions() -> dict[str, str]:
-    """Option -> its line in the docstring of MokConfig ("" where Python strips docstrings)."""
-    found = re.findall(r"^ {8}(\w+): (.+(?:\n {12}.+)*)", MokConfig.__doc__ or "", flags=re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}

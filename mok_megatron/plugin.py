@@ -104,6 +104,8 @@ def _checked_post_init(original: Callable[[Any], None]) -> Callable[[Any], None]
     def __post_init__(self: Any) -> None:  # noqa: N807
         if getattr(self, TYPE_FIELD, None) != DISPATCHER_TYPE:
             original(self)
+            if getattr(self, "num_moe_experts", None) is not None:
+                options.warn_if_unused()
             return
         importlib.import_module(_LAYER_MODULE)
         compat.require_fit()

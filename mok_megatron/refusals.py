@@ -120,6 +120,7 @@ def _defaults(config: Any) -> dict[str, Any]:
     }
 
 
+CONFIG_ONLY = "no flag, config only"
 _LAYOUT = "the experts' weights are gate rows, then up rows, without a bias"
 _PRECISION = "the experts run in bf16 (or fp32 on the reference backend)"
 _ONE_KERNEL = "dispatch, experts and combine are one operation, which cannot be taken apart"
@@ -154,7 +155,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("activation_func_clamp_value", _FUSED_ONLY, _clamp_lost, _FUSED_LOSES, _NO_FUSED_SWIGLU),
     Refusal("glu_linear_offset", _FUSED_ONLY, _offset_lost, _FUSED_LOSES, _NO_FUSED_SWIGLU),
     Refusal("activation_func_fp8_input_store", "True", _on,
-            "gate and up are kept for backward in the layer's precision", "Use --mok-recompute to save that memory"),
+            "gate and up are kept for backward in the layer's precision", "Use --mok-recompute to save that memory",
+            CONFIG_ONLY),
     Refusal("moe_apply_probs_on_input", "True", _on,
             "the router weight is applied to the activation, between the two matrix products"),
     Refusal("moe_mlp_glu_interleave_size", "set", _given, _LAYOUT),
@@ -164,11 +166,11 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("params_dtype", "anything but bfloat16 and float32", _other_dtype, _PRECISION, "Use --bf16", "--bf16"),
     Refusal("fp8", "set", _given, _PRECISION, flag="--fp8-format"),
     Refusal("fp4", "set", _given, _PRECISION, flag="--fp4-format"),
-    Refusal("quant_recipe", "set", _given, _PRECISION, flag="--kitchen-config-file"),
+    Refusal("quant_recipe", "set", _given, _PRECISION, flag="--te-precision-config-file"),
     Refusal("use_kitchen", "True", _on, _PRECISION, flag="--kitchen-config-file"),
     Refusal("enable_autocast", "True", _on,
             "the layer computes in the dtype of its weights, whatever torch.autocast says",
-            "Use --bf16 instead of autocast", "(config only)"),
+            "Use --bf16 instead of autocast", CONFIG_ONLY),
     # Padding and capacity.
     Refusal("moe_pad_expert_input_to_capacity", "True", _on, "rows are padded to the tile height only",
             "Leave it off; --moe-expert-capacity-factor alone drops tokens as with alltoall"),
@@ -178,7 +180,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal("moe_router_padding_for_fp8", "True", _on, _QUANTIZED_PADDING),
     Refusal("moe_expert_rank_capacity_factor", "set", _given, "mok drops no token: any routing fits",
             "Leave it unset; --mok-ring-rows bounds the memory"),
-    Refusal("moe_token_dropping", "True", _on, "Megatron itself does not support it"),
+    Refusal("moe_token_dropping", "True", _on, "Megatron itself does not support it", flag=CONFIG_ONLY),
     # Parallelism.
     Refusal("expert_tensor_parallel_size", "above 1", _above_one,
             "every expert is whole on one rank (the default is the tensor-parallel size)",

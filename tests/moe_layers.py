@@ -85,7 +85,12 @@ def make_config(dispatcher: str = "mok", **changes: Any) -> Any:
     """A TransformerConfig of one small MoE layer."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(**{**_BASE, "moe_token_dispatcher_type": dispatcher, **changes})
+    return TransformerConfig(**config_arguments(dispatcher, **changes))
+
+
+def config_arguments(dispatcher: str = "mok", **changes: Any) -> dict[str, Any]:
+    """What ``make_config`` gives to TransformerConfig."""
+    return {**_BASE, "moe_token_dispatcher_type": dispatcher, **changes}
 
 
 def build(dispatcher: str = "mok", *, seed: int = 1, **changes: Any) -> Any:

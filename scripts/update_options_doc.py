@@ -1,0 +1,70 @@
+#!/usr/bin/env python3
+"""Write the tables of docs/options.md from the code: backend options, refused and honoured options of Megatron.
+
+Usage: scripts/update_options_doc.py [--check]
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "options.md"
+sys.path.insert(0, str(ROOT))
+
+from mok_megatron.config import MokConfig  # noqa: E402
+from mok_megatron.honoured import HONOURED  # noqa: E402
+from mok_megatron.options import descriptions, flag_names  # noqa: E402
+from mok_megatron.refusals import REFUSALS  # noqa: E402
+
+
+def tables() -> dict[str, str]:
+    """Name of a block in the page -> its Markdown."""
+    described = descriptions()
+    options = (
+        (" / ".join(f"`{flag}`" for flag in flag_names(option.name)), f"`{option.default}`", described[option.name])
+        for option in fields(MokConfig)
+    )
+    refused = ((f"`{r.field}`", f"`{r.option}`", r.values, r.reason, r.remedy) for r in REFUSALS)
+    honoured = ((f"`{name}`", how) for name, how in HONOURED.items())
+    return {
+        "backend": _table(("Flag", "Default", "Meaning"), options),
+        "refused": _table(("Field", "Flag", "Refused", "Why", "Instead"), refused),
+        "honoured": _table(("Field", "Honoured by"), honoured),
+    }
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [head, ["---"] * len(tuple(head)), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines)
+
+
+def render(page: str) -> str:
+    """The page with its tables as the code says. Raises ValueError for a table that has no place in the page."""
+    for name, table in tables().items():
+        block = rf"(?s)<!-- {name} -->.*?<!-- /{name} -->"
+        if len(re.findall(block, page)) != 1:
+            raise ValueError(f"{PAGE}: expected one block <!-- {name} --> ... <!-- /{name} -->")
+        text = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
+        page = re.sub(block, lambda _match, text=text: text, page)
+    return page
+
+
+def main(arguments: list[str]) -> int:
+    page = PAGE.read_text(encoding="utf-8")
+    wanted = render(page)
+    if arguments == ["--check"]:
+        if page != wanted:
+            print(f"{PAGE.relative_to(ROOT)} does not show what the code says: run scripts/update_options_doc.py")
+            return 1
+        return 0
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
