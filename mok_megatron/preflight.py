@@ -137,10 +137,13 @@ def this_place(rank: int, device: torch.device) -> RankPlace:
     return RankPlace(rank=rank, host=socket.gethostname(), gpu=gpu, imex_channels=node.imex_channels, error=node.error)
 
 
-def node_problem(node: NodeFabric) -> Problem | None:
-    """What is wrong with the fabric of one node: its manager, or links between its own GPUs."""
-    members = [RankPlace(rank=index, host="this node", gpu=gpu) for index, gpu in enumerate(node.gpus)]
-    return (_fabric_down(members) or _unlinked(members)) if len(members) > 1 else None
+def fabric_problem(node: NodeFabric) -> str | None:
+    """Why the NVLink fabric of one node cannot be used, or None; START_FABRIC_MANAGER is the remedy."""
+    down = [gpu for gpu in node.gpus if gpu.state in ("not started", "in progress")]
+    if not down:
+        return None
+    states = " or ".join(sorted({gpu.state for gpu in down}))
+    return f"the NVLink fabric is {states} on {len(down)} of {len(node.gpus)} GPUs: no fabric manager has set it up"
 
 
 def _unknown(members: Sequence[RankPlace]) -> Problem | None:

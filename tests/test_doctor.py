@@ -18,6 +18,7 @@ from mok_megatron.doctor.checks import cuda_backend_obstacle, run_checks
 from mok_megatron.doctor.driver import probe_driver
 from mok_megatron.doctor.facts import Cache, Compiler, Driver, Facts, Gpu, Package, PeerLink, Plugin
 from mok_megatron.doctor.report import as_json, as_text, training_possible
+from mok_megatron.preflight import GpuFabric, NodeFabric
 
 HOPPER = Gpu(index=0, name="NVIDIA H200", capability=(9, 0), sms=132, memory_bytes=140 << 30)
 BLACKWELL = Gpu(index=0, name="NVIDIA GB300", capability=(10, 3), sms=148, memory_bytes=270 << 30)
@@ -147,6 +148,30 @@ def test_peer_access_names_the_pairs_and_shows_the_matrix() -> None:
     text = as_text(found, run_checks(found))
     assert "GPUs 0-1, 0-2, 1-2 cannot reach each other's memory" in text
     assert sum(line.startswith("GPU ") for line in text.splitlines()) == 3
+
+
+TRAY = NodeFabric(
+    gpus=tuple(
+        GpuFabric(bus_id=f"0000:0{index}:00.0", state="completed", cluster="ab" * 16, clique=3) for index in range(4)
+    ),
+    imex_channels=("channel0",),
+)
+
+
+@pytest.mark.parametrize(
+    ("fabric", "status", "message"),
+    [
+        (NodeFabric(), "ok", "NVLink ends at this node"),
+        (TRAY, "ok", f"cluster {'ab' * 16} clique 3, IMEX channel0"),
+        (dataclasses.replace(TRAY, imex_channels=()), "warning", "no IMEX channel"),
+        (NodeFabric(gpus=(GpuFabric(bus_id="x", state="not started"),)), "warning", "not started on 1 of 1 GPUs"),
+        (NodeFabric(error="libnvidia-ml.so.1 not found"), "warning", "unknown: libnvidia-ml.so.1 not found"),
+    ],
+)
+def test_nvlink_fabric(fabric: NodeFabric, status: str, message: str) -> None:
+    found = [finding for finding in run_checks(facts(fabric=fabric)) if finding.check == "nvlink fabric"]
+    assert [finding.status for finding in found] == [status]
+    assert message in found[0].message and (found[0].remedy is None) == (status == "ok")
 
 
 def test_json_keys_are_stable() -> None:

@@ -19,7 +19,7 @@ from mok_megatron.preflight import (
     NodeFabric,
     RankPlace,
     check_groups,
-    node_problem,
+    fabric_problem,
     ranges,
 )
 from tests.distributed import run_ranks
@@ -165,10 +165,9 @@ def test_ranges() -> None:
 
 def test_one_node_alone() -> None:
     good = NodeFabric(gpus=tuple(place.gpu for place in node("a", 0) if place.gpu is not None))
-    assert node_problem(good) is None and node_problem(NodeFabric()) is None
-    broken = NodeFabric(gpus=tuple(dataclasses.replace(gpu, state="not started") for gpu in good.gpus))
-    problem = node_problem(broken)
-    assert problem is not None and "this node (ranks 0-7)" in problem.message
+    assert fabric_problem(good) is None and fabric_problem(NodeFabric()) is None
+    broken = NodeFabric(gpus=(dataclasses.replace(good.gpus[0], state="not started"), *good.gpus[1:]))
+    assert "not started on 1 of 8 GPUs" in (fabric_problem(broken) or "")
 
 
 class FakeNvml:

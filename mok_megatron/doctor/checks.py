@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from mok_megatron import preflight
 from mok_megatron.doctor.facts import CUDA_ARCHITECTURES, Facts
 
 Status = Literal["ok", "warning", "problem"]
@@ -153,6 +154,29 @@ def _peers(facts: Facts) -> Iterator[Finding]:
         yield _ok("peer access", f"all {len(links)} GPUs reach each other over NVLink")
 
 
+def _fabric(facts: Facts) -> Iterator[Finding]:
+    """The NVLink fabric of this node; whether an EP group over several nodes lies in one domain is checked at start."""
+    node = facts.fabric
+    if len(facts.driver.gpus) < 2:
+        return
+    if node.error is not None:
+        yield _warning("nvlink fabric", f"unknown: {node.error}", "make the driver's NVML visible to this process")
+        return
+    down = preflight.fabric_problem(node)
+    if down is not None:
+        yield _warning("nvlink fabric", down, preflight.START_FABRIC_MANAGER)
+        return
+    domains = sorted({(gpu.cluster, gpu.clique) for gpu in node.gpus if gpu.cluster and gpu.state == "completed"})
+    if not domains:
+        yield _ok("nvlink fabric", "NVLink ends at this node: keep expert-parallel groups inside it")
+    elif not node.imex_channels:
+        message = "this node is part of an NVLink rack, but has no IMEX channel to share memory with its other nodes"
+        yield _warning("nvlink fabric", message, preflight.CREATE_CHANNEL)
+    else:
+        names = ", ".join(f"cluster {cluster} clique {clique}" for cluster, clique in domains)
+        yield _ok("nvlink fabric", f"{names}, IMEX {', '.join(node.imex_channels)}")
+
+
 def _compiler(facts: Facts) -> Iterator[Finding]:
     architectures = sorted({gpu.architecture for gpu in facts.driver.gpus if gpu.architecture is not None})
     compiler = facts.compiler
@@ -198,6 +222,7 @@ CHECKS: tuple[Callable[[Facts], Iterable[Finding]], ...] = (
     _plugin,
     _gpus,
     _peers,
+    _fabric,
     _compiler,
     _cache,
     _backend,

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from mok_megatron.preflight import NodeFabric
+
 PeerLink = Literal["self", "nvlink", "pcie", "none"]
 
 CUDA_ARCHITECTURES = {(9, 0): "sm90a", (10, 0): "sm100a", (10, 3): "sm103a"}
@@ -90,3 +92,4 @@ class Facts:
     cuda_backend_included: bool
     kernel_architectures: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
+    fabric: NodeFabric = field(default_factory=NodeFabric)

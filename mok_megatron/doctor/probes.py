@@ -18,6 +18,7 @@ from pathlib import Path
 from mok_megatron import compat, hooks
 from mok_megatron.doctor.driver import probe_driver
 from mok_megatron.doctor.facts import CUDA_ARCHITECTURES, Cache, Compiler, Facts, Package, Plugin
+from mok_megatron.nvml import probe_node
 from mok_megatron.paths import cache_dir, kernels_dir
 
 SHOWN_VARIABLES = re.compile(
@@ -39,6 +40,7 @@ def collect_facts() -> Facts:
         transformer_engine=_installed("transformer-engine"),
         plugin=_plugin(),
         driver=probe_driver(),
+        fabric=probe_node(),
         compiler=find_compiler(),
         cache=_cache(),
         cuda_backend_included=importlib.util.find_spec("mok_megatron.backends.cuda") is not None,
