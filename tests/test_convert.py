@@ -325,6 +325,11 @@ def yaml_of(words: str) -> str:
     return "".join(f"--{pair[0]}: {pair[1] if len(pair) > 1 else 'true'}\n" for pair in pairs)
 
 
+def test_fsdp_is_refused() -> None:
+    conversion = convert("run --num-experts 8 --moe-token-dispatcher-type flex --use-megatron-fsdp\n")
+    assert kinds(conversion, "refused") == ["--use-megatron-fsdp"]
+
+
 @pytest.mark.parametrize(
     "text",
     [

@@ -15,6 +15,9 @@ from mok_megatron.refusals import REFUSALS, Refusal
 _WANTED_FLAGS = ("--swiglu", "--disable-bias-linear", "--bf16")
 """Flags that settings need rather than refuse; they may be in another file, so their absence proves nothing."""
 
+_FSDP_FLAGS = ("--use-megatron-fsdp", "--use-torch-fsdp2")
+"""Refused when the layer is built, since FSDP is no field of TransformerConfig."""
+
 _FIELDS = {
     "--num-experts": "num_moe_experts",
     "--expert-model-parallel-size": "expert_model_parallel_size",
@@ -35,6 +38,16 @@ def refused_flags(flags: Sequence[FlagUse]) -> list[Finding]:
             if use.name == refusal.option and _applies(refusal, config, use):
                 what = " ".join([use.name, *use.values])
                 findings.append(_finding(use, what, refusal))
+    findings += [
+        Finding(
+            line=use.line,
+            kind="refused",
+            what=use.name,
+            why="it shards the experts' weights. Use --use-distributed-optimizer",
+        )
+        for use in uses
+        if use.name in _FSDP_FLAGS
+    ]
     return findings + _inherited_expert_tensor_parallel(uses)
 
 
