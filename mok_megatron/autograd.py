@@ -81,13 +81,14 @@ def apply_experts(
     Nothing is kept when no gradient can be asked for. Raises ValueError for a routing that does not fit.
     """
     validate_routing(probs, routing_map, backend.shape, x=x)
-    schedule = backend.build_schedule(probs.detach(), routing_map)
+    x = x.contiguous()
+    schedule = backend.build_schedule(x.detach(), probs.detach(), routing_map, layer=layer)
     inputs = (x, probs, *w1.parameters, *w2.parameters)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
         call = _Call(backend=backend, schedule=schedule, w1=w1, w2=w2, layer=layer, fuse=fuse_grad_accumulation)
         y: Tensor = _Experts.apply(call, *inputs)
         return y
-    y, _ = backend.forward(x.detach().contiguous(), schedule, w1.matrices(), w2.matrices(), save=False, layer=layer)
+    y, _ = backend.forward(x.detach(), schedule, w1.matrices(), w2.matrices(), save=False, layer=layer)
     return y
 
 
@@ -107,9 +108,8 @@ class _Experts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
         split = len(call.w1.parameters)
-        rows = x.contiguous()
         y, saved = call.backend.forward(
-            rows,
+            x,
             call.schedule,
             call.w1.split(weights[:split]),
             call.w2.split(weights[split:]),

@@ -19,6 +19,12 @@ from dataclasses import dataclass
 from mok_megatron.config import MoeShape
 from mok_megatron.tile_order import BLOCK_ROWS
 
+TOKENS_PER_BLOCK = 64
+"""Tokens per thread block of the schedule kernels (kernels/params.h)."""
+
+COUNTER_WORDS = 128
+"""Words of tickets behind the per-block counters (kernels/params.h)."""
+
 RING_MARGIN = 1.25
 """Default capacity over the expected rows. A fuller rank still works: it passes through the ring more than once."""
 
@@ -27,6 +33,7 @@ FLAG_WORDS_PER_PEER = 32
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
+_BF16 = 2
 _INT32 = 4
 _FP32 = 4
 
@@ -86,6 +93,49 @@ def default_ring_rows(
     wanted = math.ceil(max_tokens * shape.top_k * margin) + shape.experts_per_rank * (block_rows - 1)
     capped = min(math.ceil(wanted / block_rows) * block_rows, worst_case_rows(shape, max_tokens, block_rows))
     return max(capped, block_rows)
+
+
+def symmetric_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[Buffer, ...]:
+    """The CUDA backend's buffers that peers read or write, in order: ``SymmetricLayout`` of kernels/params.h.
+
+    Counts and FC2 counters exist twice, by parity of the call; ``x`` is a copy of the layer input that peers pull from,
+    absent where the rank has no peers.
+    """
+    _require("max_tokens", max_tokens, 0)
+    _require("ring_rows", ring_rows, 1)
+    world, slots = shape.ep_size, (max_tokens, shape.top_k)
+    copied = max_tokens if world > 1 else 0
+    sizes: tuple[tuple[str, tuple[int, ...], int], ...] = (
+        ("counts_ready", (world,), _INT32),
+        ("tables_ready", (world,), _INT32),
+        ("abort", (1,), _INT32),
+        ("counts", (2, world, shape.num_experts), _INT32),
+        ("fc2_done", (2, -(-ring_rows // BLOCK_ROWS)), _INT32),
+        ("row_source", (ring_rows, 2), _INT32),
+        ("slot_dst_rank", slots, _INT32),
+        ("slot_dst_row", slots, _INT32),
+        ("y_rows", (ring_rows, shape.hidden), _BF16),
+        ("x", (copied, shape.hidden), _BF16),
+    )
+    return tuple(Buffer(name=n, shape=size, element_bytes=b, symmetric=True) for n, size, b in sizes)
+
+
+def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[Buffer, ...]:
+    """The CUDA backend's buffers of one rank that only its own kernels touch."""
+    token_blocks = max(1, -(-max_tokens // TOKENS_PER_BLOCK))
+    sizes: tuple[tuple[str, tuple[int, ...], int], ...] = (
+        ("epoch", (2,), _INT32),
+        ("counters", (2 * -(-ring_rows // BLOCK_ROWS) + COUNTER_WORDS,), _INT32),
+        ("tile_table", (shape.experts_per_rank + 1,), _INT32),
+        ("route_base", (shape.num_experts,), _INT32),
+        ("block_counts", (token_blocks, shape.num_experts), _INT32),
+        ("token_order", (max_tokens,), _INT32),
+        ("last_counts", (shape.experts_per_rank,), _INT32),
+        ("last_next", (shape.experts_per_rank,), _INT32),
+        ("h", (ring_rows, shape.intermediate), _BF16),
+        ("x_rows", (ring_rows, shape.hidden), _BF16),
+    )
+    return tuple(Buffer(name=n, shape=size, element_bytes=b) for n, size, b in sizes)
 
 
 def workspace_buffers(

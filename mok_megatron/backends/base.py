@@ -55,8 +55,16 @@ class Backend(Protocol):
     block_rows: int
     """Tile height M: each expert's rows are padded to a multiple of it."""
 
-    def build_schedule(self, probs: Tensor, routing_map: Tensor) -> Schedule:
-        """Routing -> tables. ``probs [T, E]`` fp32, bf16 or fp64; ``routing_map [T, E]`` bool, 0..K ones a row."""
+    def reserve(self, max_tokens: int) -> None:
+        """Make room for up to ``max_tokens`` tokens per rank, at model build. Collective, the same number on all."""
+        ...
+
+    def build_schedule(self, x: Tensor, probs: Tensor, routing_map: Tensor, *, layer: int) -> Schedule:
+        """Routing -> tables; opens the call whose ``forward`` follows.
+
+        ``x [T, H]`` contiguous is where peers may pull rows from once they have the tables; ``probs [T, E]`` fp32, bf16
+        or fp64; ``routing_map [T, E]`` bool, 0..K ones a row. ``layer`` is Megatron's layer number, for messages only.
+        """
         ...
 
     def forward(
@@ -64,7 +72,7 @@ class Backend(Protocol):
     ) -> tuple[Tensor, Saved | None]:
         """``x [T, H]`` -> ``y [T, H]``, same dtype; ``w1[i] [2I, H]`` (gate rows, then up), ``w2[i] [H, I]``.
 
-        ``layer`` is Megatron's layer number, for messages only. Nothing is kept when ``save`` is False.
+        Nothing is kept when ``save`` is False.
         """
         ...
 

@@ -57,7 +57,10 @@ class ReferenceBackend:
         self._rank = 0 if self._group is None else self._group.rank()
         self._accumulate = _ACCUMULATE[dtype]
 
-    def build_schedule(self, probs: Tensor, routing_map: Tensor) -> Schedule:
+    def reserve(self, max_tokens: int) -> None:
+        """Nothing is held."""
+
+    def build_schedule(self, x: Tensor, probs: Tensor, routing_map: Tensor, *, layer: int) -> Schedule:
         """See ``Backend.build_schedule``. Weights are fp32, fp64 for an fp64 layer."""
         experts, weights = compact(probs, routing_map, self.shape.top_k, dtype=self._accumulate)
         return build_schedule(

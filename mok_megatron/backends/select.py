@@ -9,16 +9,12 @@ import torch
 import torch.distributed as dist
 
 from mok_megatron.backends.base import Backend
+from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
 from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.config import MoeShape, MokConfig
 
 _logger = logging.getLogger(__name__)
 _reported: set[str] = set()
-
-
-def cuda_unavailable_reason(device: torch.device, shape: MoeShape, dtype: torch.dtype) -> str | None:
-    """Why the CUDA backend cannot run this layer on ``device``, or None where it can."""
-    return "this build of mok_megatron has no CUDA backend"
 
 
 def create_backend(
@@ -38,7 +34,7 @@ def create_backend(
         return ReferenceBackend(shape, config, group, device, dtype)
     reason = cuda_unavailable_reason(device, shape, dtype)
     if reason is None:
-        raise AssertionError("the CUDA backend is reported as available but not built in")
+        return CudaBackend.create(shape, config, group, device)
     if config.backend == "cuda":
         raise ValueError(
             f"backend=cuda cannot run this layer on {device} ({dtype}): {reason}; "

@@ -1,0 +1,115 @@
+// Communication warps: pull routed rows from the ranks that hold the tokens.
+#pragma once
+
+#include "../common/sync.cuh"
+
+namespace mok {
+
+inline constexpr int kRowsPerClaim = 4;    // divides kBlockRows, so a claim lies inside the rows in use or past them
+inline constexpr int kVectorsInFlight = 8; // 16-byte loads per lane
+
+__device__ __forceinline__ void wait_for_tables(const CallParams& call, uint32_t epoch) {
+  if (call.world == 1) return; // they are older than this launch
+  for (int32_t peer = threadIdx.x % 32; peer < call.world; peer += 32)
+    wait_epoch(call, at<const uint32_t>(call.local, call.layout.tables_ready) + peer, epoch, Phase::kTables, peer);
+  __syncwarp();
+}
+
+// Writes one source row to every row in `rows` (a lane's destination, valid where its bit of `targets` is set), or
+// zeros when `source` is null.
+__device__ __forceinline__ void copy_row(const ForwardParams& p, const uint4* source, uint32_t targets, int32_t rows) {
+  const int32_t lane = threadIdx.x % 32, vectors = p.call.hidden / 8;
+  for (int32_t first = 0; first < vectors; first += 32 * kVectorsInFlight) {
+    uint4 v[kVectorsInFlight];
+#pragma unroll
+    for (int32_t i = 0; i < kVectorsInFlight; ++i) {
+      const int32_t index = first + 32 * i + lane;
+      v[i] = source != nullptr && index < vectors ? load_stream(source + index) : uint4{0, 0, 0, 0};
+    }
+    for (uint32_t left = targets; left != 0; left &= left - 1) {
+      const int64_t row = __shfl_sync(~0u, rows, __ffs(left) - 1);
+      uint4* target = static_cast<uint4*>(p.x_rows) + row * vectors;
+#pragma unroll
+      for (int32_t i = 0; i < kVectorsInFlight; ++i) {
+        const int32_t index = first + 32 * i + lane;
+        if (index < vectors) target[index] = v[i];
+      }
+    }
+  }
+}
+
+// The rows that a warp has brought since it last said so; a lane holds up to one target per row of a claim.
+template <int kRows> struct Arrivals {
+  int32_t target[kRows];
+  __device__ __forceinline__ void publish(uint32_t* rows_arrived) {
+    ptx::fence_proxy_async(); // the rows are read by the copy engine
+    __syncwarp();
+#pragma unroll
+    for (int32_t i = 0; i < kRows; ++i)
+      if (target[i] >= 0) add_release_gpu(rows_arrived + target[i] / kBlockRows, 1);
+  }
+};
+
+// One row of this rank; returns the row that this lane's share of the copies went to, or -1. A peer's token is brought
+// to all its rows here by the first of them, so that it crosses NVLink once. A token of this rank costs nothing to read
+// again: each row is copied by itself, and the first expert's rows are complete before any of the last one's.
+__device__ __forceinline__ int32_t dispatch_row(const ForwardParams& p, int32_t row, RowSource source) {
+  const CallParams& call = p.call;
+  const int32_t lane = threadIdx.x % 32;
+  const int64_t token = source.slot / call.top_k;
+  const uint4* from = nullptr; // padding: zeros
+  bool mine = lane == 0;
+  int32_t target = row;
+  if (source.rank == call.rank) {
+    from = static_cast<const uint4*>(p.x) + token * (call.hidden / 8);
+  } else if (source.rank >= 0) {
+    uint8_t* peer = call.peers[source.rank];
+    mine = false;
+    if (lane < call.top_k) {
+      const int64_t slot = token * call.top_k + lane;
+      mine = __ldcg(at<const int32_t>(peer, call.layout.slot_dst_rank) + slot) == call.rank;
+      target = __ldcg(at<const int32_t>(peer, call.layout.slot_dst_row) + slot);
+    }
+    from = at<const uint4>(peer, call.layout.x) + token * (call.hidden / 8);
+  }
+  const uint32_t targets = __ballot_sync(~0u, mine);
+  if (__shfl_sync(~0u, target, __ffs(targets) - 1) != row) return -1; // an earlier row brings it
+  copy_row(p, from, targets, target);
+  return mine ? target : -1;
+}
+
+// Rows in order, a few per claim, so that any number of warps makes progress and early experts come first. Returns when
+// no rows are left, or after `claims`.
+template <int kRows>
+__device__ __forceinline__ void dispatch_rows(const ForwardParams& p, uint32_t* tickets, int32_t claims) {
+  const CallParams& call = p.call;
+  const int32_t lane = threadIdx.x % 32;
+  const int32_t rows = p.expert_first_row[call.experts / call.world];
+  const RowSource* sources = at<const RowSource>(call.local, call.layout.row_source);
+  for (; claims > 0; --claims) {
+    int32_t first = 0;
+    if (lane == 0) first = static_cast<int32_t>(atomicAdd(tickets + kRowTicket, kRows));
+    first = __shfl_sync(~0u, first, 0);
+    if (first >= call.capacity) return;
+    RowSource source = {-1, -1};
+    if (lane < kRows) {
+      if (first + lane < rows) {
+        const int2 loaded = __ldcg(reinterpret_cast<const int2*>(sources + first + lane));
+        source = {loaded.x, loaded.y};
+      }
+      if (p.out_row_src_rank != nullptr) {
+        p.out_row_src_rank[first + lane] = source.rank;
+        p.out_row_src_slot[first + lane] = source.slot;
+      }
+    }
+    if (first >= rows) continue;
+    Arrivals<kRows> arrivals;
+#pragma unroll
+    for (int32_t i = 0; i < kRows; ++i)
+      arrivals.target[i] =
+          dispatch_row(p, first + i, {__shfl_sync(~0u, source.rank, i), __shfl_sync(~0u, source.slot, i)});
+    arrivals.publish(p.counters);
+  }
+}
+
+} // namespace mok

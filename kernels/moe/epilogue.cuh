@@ -1,0 +1,134 @@
+// From accumulators to bf16 chunks in shared memory, and from there to global memory by the copy engine.
+#pragma once
+
+#include "../sm90/mainloop.cuh"
+#include "combine.cuh"
+
+namespace mok::sm90 {
+
+// SwiGLU of already rounded gate and up, so that forward and a backward from the saved values agree bit for bit.
+struct SwiGlu {
+  float clamp;
+  float linear_offset;
+  __device__ __forceinline__ float operator()(float gate, float up) const {
+    gate = fminf(gate, clamp);
+    up = fminf(fmaxf(up, -clamp), clamp) + linear_offset;
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+  }
+};
+
+__device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
+
+// A warpgroup's [64, 64] chunk, swizzled; pair(c, half) gives columns 8 c + t % 4 * 2 and 1 further of row t / 4 (+ 8
+// for half 1).
+template <class Pair> __device__ __forceinline__ void stage_chunk(__nv_bfloat16* staging, Pair pair) {
+  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int32_t row = 16 * warp + lane % 16; // matrices 0, 2: rows 0..7; 1, 3: rows 8..15
+  uint8_t* base = reinterpret_cast<uint8_t*>(staging) + row * 128;
+#pragma unroll
+  for (int32_t c = 0; c < kChunkColumns / 8; c += 2)
+    stmatrix_x4(base + (((c + lane / 16) ^ row % 8) << 4), pair(c, 0), pair(c, 1), pair(c + 1, 0), pair(c + 1, 1));
+}
+
+// Named barriers; 0 is __syncthreads.
+enum BarrierId : int32_t { kGroupBarrier = 1 }; // + warpgroup
+
+// A chunk's place: a plain matrix (part -1) or the gate (0) or up (1) half of one.
+struct ChunkTarget {
+  const CUtensorMap* map;
+  int32_t first_column;
+  int32_t part;
+  int32_t first_row;
+  bool inside; // false: past the last column, nothing to store
+};
+
+// Writes one warpgroup's chunks through a ring of buffers. One thread issues the copies; that they have arrived is
+// reported a little later, out of the next tile's main loop, so that nobody waits for it.
+struct Stager {
+  SharedStorage& s;
+  int32_t group;
+  int32_t buffer = 0;
+  bool unreported = false;
+
+  __device__ __forceinline__ bool elected() const { return threadIdx.x % 128 == 0; }
+
+  template <class Pair> __device__ __forceinline__ void put(const ChunkTarget& to, Pair pair) {
+    __nv_bfloat16* chunk = s.staging[group][buffer];
+    if (elected()) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kChunkBuffers - 1>{}); // this buffer is free again
+    sync_threads<128>(kGroupBarrier + group);
+    stage_chunk(chunk, pair);
+    ptx::fence_proxy_async(ptx::space_shared);
+    sync_threads<128>(kGroupBarrier + group);
+    if (elected()) {
+      if (to.inside && to.part >= 0) {
+        const int32_t at[3] = {to.first_column, to.part, to.first_row};
+        ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, to.map, at, chunk);
+      } else if (to.inside) {
+        const int32_t at[2] = {to.first_column, to.first_row};
+        ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, to.map, at, chunk);
+      }
+      ptx::cp_async_bulk_commit_group();
+    }
+    buffer = (buffer + 1) % kChunkBuffers;
+    unreported = true;
+  }
+
+  // Tells the signal warp that the last tile is written.
+  __device__ __forceinline__ void report() {
+    if (unreported && elected()) {
+      ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{}); // written, not just read
+      arrive_local(&s.tile_written[group]);
+    }
+    unreported = false;
+  }
+};
+
+// Maps and sizes of what a tile writes.
+struct Fc1Target {
+  const CUtensorMap* gate_up; // null: not kept
+  const CUtensorMap* h;
+  int32_t columns; // I
+  int32_t first_column;
+  int32_t first_row;
+};
+
+__device__ __forceinline__ void emit_fc1(Stager& stager, Accumulators& acc, const SwiGlu& activation,
+                                         const Fc1Target& to) {
+  uint32_t gate[32], up[32]; // rounded; the accumulators are dead from here on
+#pragma unroll
+  for (int32_t i = 0; i < 32; ++i) {
+    gate[i] = pack_bf16(acc[2 * i], acc[2 * i + 1]);
+    up[i] = pack_bf16(acc[64 + 2 * i], acc[64 + 2 * i + 1]);
+  }
+#pragma unroll
+  for (int32_t chunk = 0; chunk < kFc1Columns / kChunkColumns; ++chunk) {
+    const int32_t first = 16 * chunk, column = to.first_column + kChunkColumns * chunk;
+    const bool inside = column < to.columns;
+    if (to.gate_up != nullptr) {
+      stager.put({to.gate_up, column, 0, to.first_row, inside},
+                 [&](int32_t c, int32_t half) { return gate[first + 2 * c + half]; });
+      stager.put({to.gate_up, column, 1, to.first_row, inside},
+                 [&](int32_t c, int32_t half) { return up[first + 2 * c + half]; });
+    }
+    stager.put({to.h, column, -1, to.first_row, inside}, [&](int32_t c, int32_t half) {
+      const uint32_t g = gate[first + 2 * c + half], u = up[first + 2 * c + half];
+      return pack_bf16(activation(low_bf16(g), low_bf16(u)), activation(high_bf16(g), high_bf16(u)));
+    });
+  }
+}
+
+// `columns` is the width H of the output.
+__device__ __forceinline__ void emit_fc2(Stager& stager, Accumulators& acc, const CUtensorMap* map, int32_t columns,
+                                         int32_t first_column, int32_t first_row) {
+#pragma unroll
+  for (int32_t chunk = 0; chunk < kFc2Columns / kChunkColumns; ++chunk) {
+    const int32_t column = first_column + kChunkColumns * chunk;
+    stager.put({map, column, -1, first_row, column < columns}, [&](int32_t c, int32_t half) {
+      const int32_t i = 32 * chunk + 4 * c + 2 * half;
+      return pack_bf16(acc[i], acc[i + 1]);
+    });
+  }
+}
+
+} // namespace mok::sm90

@@ -1,0 +1,91 @@
+// Ticket -> tile: host and device arithmetic, tested on the CPU against mok_megatron/tile_order.py.
+//
+// A ticket is the work of one 2-CTA cluster: a tall tile covers two row blocks at one column (the CTAs share the
+// weights), a wide one the odd last row block of an expert at two columns (they share the rows). Ticket order is
+// FC1(s), FC2(s - lag) for s = 0 .. e + lag - 1, so every tile waits only for rows or for earlier tickets.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define MOK_HD __host__ __device__ inline
+#else
+#define MOK_HD inline
+#endif
+
+namespace mok {
+
+inline constexpr int kBandPairs = 8; // row-block pairs walked together down a column
+inline constexpr int kOddBits = 10;  // low bits of a table entry: experts with an odd number of row blocks
+inline constexpr uint32_t kOddMask = (1u << kOddBits) - 1;
+
+enum class TilePhase : int32_t { kFc1 = 0, kFc2 = 1, kStop = 2 };
+
+struct ClusterTile {
+  TilePhase phase;
+  int32_t expert;
+  int32_t row_block; // of the whole rank
+  int32_t column;
+  bool wide;
+};
+
+// Table entry of expert i: pairs and odd blocks of experts before i.
+MOK_HD uint32_t pack_blocks(uint32_t pairs, uint32_t odds) { return pairs << kOddBits | odds; }
+MOK_HD int32_t pairs_before(uint32_t entry) { return static_cast<int32_t>(entry >> kOddBits); }
+MOK_HD int32_t odds_before(uint32_t entry) { return static_cast<int32_t>(entry & kOddMask); }
+MOK_HD int32_t blocks_before(uint32_t entry) { return 2 * pairs_before(entry) + odds_before(entry); }
+
+// Tickets of one phase of all experts before a table entry.
+MOK_HD int32_t tickets_before(uint32_t entry, int32_t columns) {
+  return pairs_before(entry) * columns + odds_before(entry) * ((columns + 1) / 2);
+}
+
+struct TileOrder {
+  const uint32_t* table; // [experts + 1]
+  int32_t experts;
+  int32_t fc1_columns;
+  int32_t fc2_columns;
+  int32_t lag;
+
+  MOK_HD int32_t step_start(int32_t step) const {
+    const int32_t fc1 = step < experts ? step : experts;
+    const int32_t fc2 = step > lag ? step - lag : 0;
+    return tickets_before(table[fc1], fc1_columns) + tickets_before(table[fc2], fc2_columns);
+  }
+
+  MOK_HD int32_t num_tickets() const { return step_start(experts + lag); }
+
+  // The tile of a ticket; phase kStop past the last one.
+  MOK_HD ClusterTile tile(int32_t ticket) const {
+    if (ticket >= num_tickets()) return {TilePhase::kStop, 0, 0, 0, false};
+    int32_t low = 0, high = experts + lag; // step_start(low) <= ticket < step_start(high)
+    while (high - low > 1) {
+      const int32_t middle = (low + high) / 2;
+      if (step_start(middle) <= ticket)
+        low = middle;
+      else
+        high = middle;
+    }
+    const int32_t index = ticket - step_start(low);
+    const int32_t fc1 =
+        low < experts ? tickets_before(table[low + 1], fc1_columns) - tickets_before(table[low], fc1_columns) : 0;
+    if (index < fc1) return of_expert(TilePhase::kFc1, low, index, fc1_columns);
+    return of_expert(TilePhase::kFc2, low - lag, index - fc1, fc2_columns);
+  }
+
+  MOK_HD ClusterTile of_expert(TilePhase phase, int32_t expert, int32_t index, int32_t columns) const {
+    const int32_t pairs = pairs_before(table[expert + 1]) - pairs_before(table[expert]);
+    const int32_t first = blocks_before(table[expert]);
+    if (index >= pairs * columns) return {phase, expert, first + 2 * pairs, 2 * (index - pairs * columns), true};
+    const int32_t band = index / (kBandPairs * columns), within = index - band * kBandPairs * columns;
+    const int32_t left = pairs - band * kBandPairs, height = left < kBandPairs ? left : kBandPairs;
+    const int32_t column = within / height, pair = within - column * height;
+    return {phase, expert, first + 2 * (band * kBandPairs + pair), column, false};
+  }
+};
+
+// (row block, column) of CTA 0 or 1 of the cluster; the column of CTA 1 may lie past the last one.
+MOK_HD int32_t row_block_of_cta(const ClusterTile& tile, int32_t cta) { return tile.row_block + (tile.wide ? 0 : cta); }
+MOK_HD int32_t column_of_cta(const ClusterTile& tile, int32_t cta) { return tile.column + (tile.wide ? cta : 0); }
+
+} // namespace mok

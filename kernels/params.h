@@ -1,0 +1,139 @@
+// Plain structs that cross the C ABI: one per launch, every pointer with its shape beside it.
+// mok_megatron/backends/abi.py mirrors them field by field; loading compares sizes and offsets.
+//
+// T tokens of this rank, K experts per token at most, H hidden, I expert intermediate, E experts in all, W ranks,
+// e = E / W local experts, C row capacity, B = C / kBlockRows row blocks, slot = t * K + k.
+#pragma once
+
+#include <cstdint>
+
+namespace mok {
+
+inline constexpr int kBlockRows = 128;     // tile height: each expert's rows are padded to a multiple of it
+inline constexpr int kFc1Columns = 128;    // columns of h per FC1 tile: as many gate and as many up columns
+inline constexpr int kFc2Columns = 256;    // output columns per FC2 tile
+inline constexpr int kTokensPerBlock = 64; // tokens per thread block of the schedule kernels
+inline constexpr int kMaxTopK = 16;
+inline constexpr int kMaxLocalExperts = 512; // the tile table lives in shared memory
+inline constexpr int kMaxExperts = 1024;     // one thread per expert in the layout kernel
+
+// Where a routed row comes from; rank -1 marks padding.
+struct RowSource {
+  int32_t rank;
+  int32_t slot;
+};
+
+// Why a kernel stopped. Lives in host memory that the device can write; `code` is written last.
+struct FailRecord {
+  int32_t code;  // FailCode
+  int32_t phase; // Phase
+  int32_t rank;
+  int32_t peer; // rank waited for, or -1
+  int32_t layer;
+  uint32_t want;
+  uint32_t seen;
+  int32_t where; // row block, token or expert, by phase
+};
+
+enum class FailCode : int32_t { kNone = 0, kTimeout = 1, kPeerFailed = 2, kRingOverflow = 3, kTooManyRoutes = 4 };
+
+enum class Phase : int32_t {
+  kRouting = 0,
+  kCounts = 1,
+  kTables = 2,
+  kDispatch = 3,
+  kFc1 = 4,
+  kFc2 = 5,
+  kCombine = 6,
+};
+
+// Byte offsets of the regions that peers read or write, the same on every rank.
+struct SymmetricLayout {
+  int64_t counts_ready;  // uint32 [W] epoch up to which counts of rank w are here (written by w)
+  int64_t tables_ready;  // uint32 [W] epoch up to which row_source entries of rank w are here (written by w)
+  int64_t abort;         // uint32 rank + 1 of a rank that failed, else 0
+  int64_t counts;        // int32 [2][W][E] routes of rank w per expert, by epoch parity (row w written by w)
+  int64_t fc2_done;      // uint32 [2][B] finished FC2 column tiles per row block, by epoch parity
+  int64_t row_source;    // RowSource [C] (written by the source ranks)
+  int64_t slot_dst_rank; // int32 [T_max, K]
+  int64_t slot_dst_row;  // int32 [T_max, K]
+  int64_t y_rows;        // bf16 [C, H] expert outputs
+  int64_t x;             // bf16 [T_max, H] copy of the layer input; unused when W = 1
+  int64_t bytes;
+};
+
+// What all launches of a call share.
+struct CallParams {
+  uint8_t* const* peers; // [W] device array: base of each rank's symmetric workspace, own one included
+  uint8_t* local;        // base of this rank's symmetric workspace
+  SymmetricLayout layout;
+  uint32_t* epoch;    // [2] schedules built so far, advanced on the device; 1 once a thread has failed
+  FailRecord* fail;   // [1] host memory
+  int64_t spin_limit; // nanoseconds a wait may take
+  int32_t rank;
+  int32_t world;    // W
+  int32_t tokens;   // T
+  int32_t top_k;    // K
+  int32_t experts;  // E
+  int32_t capacity; // C, a multiple of kBlockRows
+  int32_t hidden;   // H
+  int32_t layer;
+};
+
+enum class ProbsType : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat64 = 2 };
+
+// Routing -> tables: three launches (route, layout, assign).
+struct ScheduleParams {
+  CallParams call;
+  const void* probs;          // [T, E] fp32, bf16 or fp64 (probs_type), row stride probs_stride elements
+  const uint8_t* routing_map; // [T, E] bool, contiguous
+  const void* x;              // bf16 [T, H]; copied to the symmetric workspace when W > 1
+  int64_t probs_stride;
+  int32_t probs_type; // ProbsType
+  int32_t unused;
+  int32_t* out_experts;          // [T, K] ascending, -1 absent
+  float* out_weights;            // [T, K]
+  int32_t* out_slot_dst_rank;    // [T, K]
+  int32_t* out_slot_dst_row;     // [T, K]
+  int32_t* out_expert_first_row; // [e + 1]
+  uint32_t* tile_table;          // [e + 1] packed row blocks before each local expert (tile_order.h)
+  int32_t* block_counts;         // [ceil(T / kTokensPerBlock), E] scratch: counts, then their prefix sums
+  int32_t* route_base;           // [E] scratch: row of this rank's first route of an expert
+  int32_t* token_order;          // [T] tokens by their last local expert: the order of combine
+  int32_t* last_counts;          // [e] scratch: tokens by last local expert; zero between calls
+  int32_t* last_next;            // [e] scratch: where such tokens go in token_order
+  uint32_t* counters;            // [2B + kCounterWords] zeroed here: rows arrived [B], FC1 tiles done [B], tickets
+};
+
+// Words behind the per-block counters.
+enum CounterWord : int { kTileTicket = 0, kRowTicket = 32, kTokenTicket = 64, kAssignDone = 96, kCounterWords = 128 };
+
+// The forward megakernel. Tensor maps are encoded by the launch function.
+struct ForwardParams {
+  CallParams call;
+  const void* x;                   // bf16 [T, H], read in place when W = 1
+  const int32_t* experts;          // [T, K]
+  const float* weights;            // [T, K]
+  const int32_t* slot_dst_rank;    // [T, K]
+  const int32_t* slot_dst_row;     // [T, K]
+  const int32_t* expert_first_row; // [e + 1]
+  const int32_t* token_order;      // [T]
+  const uint32_t* tile_table;      // [e + 1]
+  uint32_t* counters;              // [2B + kCounterWords]
+  const void* w1_maps;             // CUtensorMap [e]: weights [2I, H] of each local expert
+  const void* w2_maps;             // CUtensorMap [e]: weights [H, I]
+  void* x_rows;                    // bf16 [C, H]
+  void* h;                         // bf16 [C, I]
+  void* gate_up;                   // bf16 [C, 2I] or null: not kept
+  int32_t* out_row_src_rank;       // [C] or null: not kept
+  int32_t* out_row_src_slot;       // [C] or null
+  void* y;                         // bf16 [T, H]
+  int32_t intermediate;            // I
+  int32_t lag;                     // experts between FC1 and FC2 (tile_order.h)
+  int32_t sms;                     // SMs this launch may use
+  int32_t comm_sms;                // SMs whose communication warps move rows
+  float clamp;                     // SwiGLU limit, +inf when there is none
+  float linear_offset;             // added to up
+};
+
+} // namespace mok

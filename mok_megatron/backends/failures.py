@@ -1,0 +1,86 @@
+"""What becomes of a failed kernel: one message that says who waited for whom, then the end of the process.
+
+A kernel that gives up writes a record into pinned host memory and traps, so no result of it can be used. Training code
+is then usually inside some unrelated synchronisation whose error names nothing; a watcher thread therefore prints the
+message within a second and ends the process, as NCCL's watchdog does.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+
+from mok_megatron.backends.abi import FailRecord
+from mok_megatron.backends.workspace import Workspace
+
+EXIT_CODE = 70
+_POLL_S = 0.25
+_GRACE_S = 2.0
+"""Time for the training code to meet the CUDA error itself and say where it was."""
+
+_PHASES = ("routing", "counts", "tables", "dispatch", "FC1", "FC2", "combine")
+
+_watched: list[Workspace] = []
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def describe(record: FailRecord) -> str:
+    """The message of a record."""
+    phase = _PHASES[record.phase]
+    where = f"layer {record.layer}, phase {phase}, rank {record.rank} of the expert-parallel group"
+    if record.code == 1:
+        whom = f"for rank {record.peer}" if record.peer >= 0 else "for its own kernels"
+        return (
+            f"{where}: waited longer than the time limit {whom} (item {record.where}, wanted {record.want}, seen "
+            f"{record.seen}). A rank died or is late: look at its log; raise time_limit_s (--mok-time-limit-s) if "
+            f"it is only slow"
+        )
+    if record.code == 2:
+        return f"{where}: rank {record.peer} failed and said so; its message has the cause"
+    if record.code == 3:
+        return (
+            f"{where}: {record.want} routed rows exceed the {record.seen} of the routed buffers by "
+            f"{record.want - record.seen}: raise ring_rows (--mok-ring-rows) to at least {record.want}"
+        )
+    return f"{where}: token {record.where} is routed to {record.seen} experts, more than top_k={record.want}"
+
+
+def check(layer: int) -> None:
+    """Raise RuntimeError when a kernel of this process has failed. Reads host memory only."""
+    for workspace in _watched:
+        record = workspace.failure()
+        if record is not None:
+            raise RuntimeError(f"mok_megatron: {describe(record)} (found at the next call, layer {layer})")
+
+
+def watch(workspace: Workspace) -> None:
+    """Look after a workspace's kernels until ``forget``."""
+    global _thread  # noqa: PLW0603
+    with _lock:
+        _watched.append(workspace)
+        if _thread is None:
+            _thread = threading.Thread(target=_run, name="mok_megatron-watcher", daemon=True)
+            _thread.start()
+
+
+def forget(workspace: Workspace) -> None:
+    """Stop looking after it."""
+    with _lock:
+        if workspace in _watched:
+            _watched.remove(workspace)
+
+
+def _run() -> None:
+    while True:
+        with _lock:
+            records = [workspace.failure() for workspace in _watched]
+        failed = next((record for record in records if record is not None), None)
+        if failed is not None:
+            sys.stderr.write(f"mok_megatron: {describe(failed)}\n")
+            sys.stderr.flush()
+            time.sleep(_GRACE_S)
+            os._exit(EXIT_CODE)
+        time.sleep(_POLL_S)

@@ -1,0 +1,87 @@
+"""Tensor maps of the expert weights by the parameters' addresses: weights are used where Megatron keeps them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mok_megatron.backends.abi import TENSOR_MAP_BYTES, Library
+from mok_megatron.config import MoeShape
+
+_KEPT = 1024
+"""Sets of maps kept: one per layer while its parameters stay where they are."""
+
+
+@dataclass(frozen=True)
+class Maps:
+    """Device addresses of the maps of w1 and w2, ``[e]`` each, and what keeps them alive."""
+
+    w1: int
+    w2: int
+    device: Tensor
+    host: Tensor  # the copy may still be under way, or be replayed by a graph
+
+
+class WeightMaps:
+    """A cache from weight addresses to tensor maps on ``device``."""
+
+    def __init__(self, library: Library, shape: MoeShape, device: torch.device) -> None:
+        self._library, self._shape, self._device = library, shape, device
+        self._maps: OrderedDict[tuple[int, ...], Maps] = OrderedDict()
+
+    def of(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int) -> Maps:
+        """Maps of ``w1[i] [2I, H]`` and ``w2[i] [H, I]`` where they are now. Raises ValueError for other tensors."""
+        addresses = tuple([weight.data_ptr() for weight in w1] + [weight.data_ptr() for weight in w2])
+        maps = self._maps.get(addresses)
+        if maps is None:
+            self._check(w1, w2, layer)
+            maps = self._encode(addresses)
+            self._maps[addresses] = maps
+            if len(self._maps) > _KEPT and not torch.cuda.is_current_stream_capturing():
+                self._maps.popitem(last=False)
+        return maps
+
+    def clear(self) -> None:
+        """Forget all maps."""
+        self._maps.clear()
+
+    def _encode(self, addresses: tuple[int, ...]) -> Maps:
+        count, hidden, inner = self._shape.experts_per_rank, self._shape.hidden, self._shape.intermediate
+        half = count * TENSOR_MAP_BYTES
+        host = torch.empty(2 * half, dtype=torch.uint8).pin_memory()
+        encode = self._library.encode_weights
+        encode(host.data_ptr(), list(addresses[:count]), parts=2, rows=inner, columns=hidden)
+        encode(host.data_ptr() + half, list(addresses[count:]), parts=1, rows=hidden, columns=inner)
+        device = host.to(self._device, non_blocking=True)
+        return Maps(w1=device.data_ptr(), w2=device.data_ptr() + half, device=device, host=host)
+
+    def _check(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int) -> None:
+        shape = self._shape
+        for name, weights, size in (
+            ("w1", w1, (2 * shape.intermediate, shape.hidden)),
+            ("w2", w2, (shape.hidden, shape.intermediate)),
+        ):
+            if len(weights) != shape.experts_per_rank:
+                raise ValueError(
+                    f"layer {layer}: {name} has {len(weights)} experts, the rank holds {shape.experts_per_rank}"
+                )
+            for index, weight in enumerate(weights):
+                check_operand(f"{name}[{index}]", weight, size, self._device, layer)
+
+
+def check_operand(name: str, tensor: Tensor, size: tuple[int, ...], device: torch.device, layer: int) -> None:
+    """Raise ValueError for a tensor that is not the layer's, or that the copy engine cannot read."""
+    if tensor.shape != size or tensor.dtype != torch.bfloat16 or tensor.device != device:
+        raise ValueError(
+            f"layer {layer}: {name} must be {list(size)} torch.bfloat16 on {device}, "
+            f"got {list(tensor.shape)} {tensor.dtype} on {tensor.device}"
+        )
+    if not tensor.is_contiguous() or tensor.data_ptr() % 16:
+        raise ValueError(
+            f"layer {layer}: {name} must be contiguous and 16-byte aligned, "
+            f"got strides {tensor.stride()} at address {tensor.data_ptr():#x}"
+        )

@@ -1,0 +1,104 @@
+"""The memory that a CUDA backend works in: one allocation that peers see, and scratch that they do not.
+
+``Workspace.local`` serves one rank alone or W *virtual* ranks of one GPU, all in ordinary device memory;
+``Workspace.symmetric`` rendezvouses a real EP group over NVLink. The kernels see the same thing in each case: an array
+of base addresses and one layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mok_megatron import memory
+from mok_megatron.backends.abi import FailRecord, SymmetricLayout
+from mok_megatron.config import MoeShape
+
+ALIGNMENT = 1024
+"""Bytes: what tensor maps and 16-byte vectors need, and whole cache lines for flags."""
+
+
+def _offsets(buffers: tuple[memory.Buffer, ...]) -> tuple[dict[str, int], int]:
+    offsets, end = {}, 0
+    for buffer in buffers:
+        offsets[buffer.name] = end
+        end += -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
+    return offsets, end
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What a workspace is made for; the same on every rank of a group."""
+
+    shape: MoeShape
+    max_tokens: int
+    ring_rows: int
+
+    def layout(self) -> SymmetricLayout:
+        """Offsets of the symmetric buffers."""
+        offsets, end = _offsets(memory.symmetric_buffers(self.shape, self.max_tokens, self.ring_rows))
+        return SymmetricLayout(**offsets, bytes=end)
+
+
+class Workspace:
+    """One rank's buffers and the addresses of its peers'.
+
+    Attributes:
+        layout: offsets inside each rank's symmetric allocation.
+        base: address of this rank's symmetric allocation.
+        peers: int64 ``[W]`` on the device, base addresses by rank.
+        scratch: addresses of the local buffers by name (memory.scratch_buffers).
+        record: int32 ``[8]`` in pinned memory: the kernels' ``FailRecord``.
+    """
+
+    def __init__(self, sizes: Sizes, rank: int, symmetric: Tensor, peers: list[int], keep: Any = None) -> None:
+        device = symmetric.device
+        self.sizes, self.rank, self.layout = sizes, rank, sizes.layout()
+        self.base = peers[rank]
+        self.peers = torch.tensor(peers, dtype=torch.int64).to(device)
+        self._keep = (symmetric, keep)
+        offsets, end = _offsets(memory.scratch_buffers(sizes.shape, sizes.max_tokens, sizes.ring_rows))
+        self._scratch = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.scratch = {name: self._scratch.data_ptr() + offset for name, offset in offsets.items()}
+        self.record = torch.zeros(8, dtype=torch.int32).pin_memory()
+
+    @classmethod
+    def local(cls, sizes: Sizes, device: torch.device) -> list[Workspace]:
+        """All W ranks of the layer on one device: the only rank, or W virtual ones."""
+        buffers = [
+            torch.zeros(sizes.layout().bytes, dtype=torch.uint8, device=device) for _ in range(sizes.shape.ep_size)
+        ]
+        peers = [buffer.data_ptr() for buffer in buffers]
+        return [cls(sizes, rank, buffer, peers) for rank, buffer in enumerate(buffers)]
+
+    @classmethod
+    def symmetric(cls, sizes: Sizes, group: dist.ProcessGroup, device: torch.device) -> Workspace:
+        """This rank's part of a group's workspace. Collective; uses peer-mapped memory, never NVLink multicast.
+
+        Raises RuntimeError, naming the ranks, when a peer's memory cannot be reached.
+        """
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        buffer = symmetric_memory.empty(sizes.layout().bytes, dtype=torch.uint8, device=device)
+        handle = symmetric_memory.rendezvous(buffer, group)
+        peers = [int(pointer) for pointer in handle.buffer_ptrs]
+        unreachable = [rank for rank, pointer in enumerate(peers) if pointer == 0]
+        if unreachable or len(peers) != group.size():
+            raise RuntimeError(
+                f"rank {group.rank()} of the expert-parallel group cannot reach the memory of rank(s) {unreachable} "
+                f"({len(peers)} of {group.size()} addresses): an EP group must lie inside one NVLink domain; "
+                f"see `mok-megatron doctor`"
+            )
+        buffer.zero_()
+        torch.cuda.synchronize(device)
+        dist.barrier(group=group)  # no peer signals before the flags are zero
+        return cls(sizes, group.rank(), buffer, peers, keep=handle)
+
+    def failure(self) -> FailRecord | None:
+        """What a kernel reported, or None. Reads host memory only."""
+        record = FailRecord.from_address(self.record.data_ptr())
+        return record if record.code > 0 else None
