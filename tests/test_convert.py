@@ -243,6 +243,11 @@ def test_mentions_that_reach_nobody_stay(quiet: str) -> None:
     assert kinds(conversion, "left")
 
 
+def test_prose_in_yaml_stays() -> None:
+    text = 'note: "--moe-deepep-num-sms 24"\ndescription: was --moe-token-dispatcher-type flex\nnum_experts: 8\n'
+    assert convert(text, "yaml").text == text + "moe_token_dispatcher_type: mok\n"
+
+
 def test_a_variable_that_the_script_reads_stays() -> None:
     text = "export NVLINK_DOMAIN_SIZE=72\nN=$((NVLINK_DOMAIN_SIZE / 4)) M=$NVLINK_DOMAIN_SIZE\nrun --num-experts 8\n"
     conversion = convert(text)
@@ -270,6 +275,7 @@ def test_a_variable_that_the_script_reads_stays() -> None:
         ("A=(--num-experts 8\n", "never closed"),
         ("cat <<EOF\n--num-experts 8\n", "never ends"),
         ("echo hello\n", "no Megatron MoE argument"),
+        ("export USE_MNNVL=1\ntorchrun infer.py\n", "no Megatron MoE argument"),
         ("run --num-experts 8 \0\n", "not text"),
     ],
 )
@@ -304,6 +310,7 @@ def test_yaml_that_is_not_understood_is_refused(text: str, message: str) -> None
         ("--expert-tensor-parallel-size 2", "--expert-tensor-parallel-size 2"),
         ("--tensor-model-parallel-size 4", "--tensor-model-parallel-size 4 without --expert-tensor-parallel-size"),
         ("--expert-model-parallel-size 3", "--num-experts 8"),
+        ("--squared-relu", "--squared-relu"),
         ("--moe-router-topk 17", "--moe-router-topk 17"),
         ("--activation-func-clamp-value 10", "--activation-func-clamp-value 10"),
         ("--moe-paged-stash-page-size 32", "--moe-paged-stash-page-size 32"),

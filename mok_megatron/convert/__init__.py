@@ -39,8 +39,13 @@ def convert_text(text: str, kind: Format) -> Conversion:
     if "\0" in text:
         raise NotUnderstoodError("the file is not text")
     converter = convert_shell(text) if kind == "shell" else convert_yaml(text)
-    names = {flag.name for flag in converter.flags}
-    if not names & {rules.TYPE_FLAG, rules.EXPERTS_FLAG, *rules.DROPPED_FLAGS} and not converter.edits:
+    # A file that only sets variables is refused, too: nothing in it says that the run uses mok.
+    decisive = {
+        rules.TYPE_FLAG,
+        rules.EXPERTS_FLAG,
+        *(flag for flag in rules.DROPPED_FLAGS if flag.startswith("--moe-")),
+    }
+    if not decisive & {flag.name for flag in converter.flags}:
         raise NotUnderstoodError(
             f"no Megatron MoE argument found (neither {rules.TYPE_FLAG} nor {rules.EXPERTS_FLAG}): is this the file "
             "that holds the arguments?"

@@ -18,6 +18,9 @@ _WANTED_FLAGS = ("--swiglu", "--disable-bias-linear", "--bf16")
 _FSDP_FLAGS = ("--use-megatron-fsdp", "--use-torch-fsdp2")
 """Refused when the layer is built, since FSDP is no field of TransformerConfig."""
 
+_OTHER_ACTIVATIONS = ("--squared-relu", "--quick-geglu", "--openai-gelu")
+"""Flags that make the experts' activation something else than SwiGLU."""
+
 _FIELDS = {
     "--num-experts": "num_moe_experts",
     "--expert-model-parallel-size": "expert_model_parallel_size",
@@ -48,6 +51,8 @@ def refused_flags(flags: Sequence[FlagUse]) -> list[Finding]:
         for use in uses
         if use.name in _FSDP_FLAGS
     ]
+    activation = next(refusal for refusal in REFUSALS if refusal.field == "activation_func")
+    findings += [_finding(use, use.name, activation) for use in uses if use.name in _OTHER_ACTIVATIONS]
     return findings + _inherited_expert_tensor_parallel(uses)
 
 

@@ -156,11 +156,11 @@ class _Walker:
                 convert_shell_part(self.converter, text.index("\n", start) + 1, end)
                 self.quiet.append((start, end))
             return
-        if re.match(r"(?:\$\{?\w+\}?\s+)*--\w", node.value) or _ARGUMENT_KEYS.fullmatch(name):
+        if _PROSE_KEYS.fullmatch(name):
+            self.quiet.append((start, end))
+        elif re.match(r"(?:\$\{?\w+\}?\s+)*--\w", node.value) or _ARGUMENT_KEYS.fullmatch(name):
             quote = 1 if node.style in ("'", '"') else 0
             self.converter.convert_words(text_words(text, start + quote, end - quote), start + quote)
-        elif _PROSE_KEYS.fullmatch(name):
-            self.quiet.append((start, end))
 
     def drop(self, spans: Sequence[Span], dropped: Sequence[int], *, flow: bool, are_items: bool = False) -> None:
         """Drop pairs or items: whole lines of a block collection, or with their comma from a flow collection."""
