@@ -35,7 +35,8 @@ BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
 POLICIES = [
     Policy(),
     Policy(combine="push"),
-    Policy(combine="push", pull_order="row", dedup=False),
+    Policy(combine="push", pull_order="rotated", dedup=False),
+    Policy(token_order="token"),
     Policy(copy_layout="dedicated", comm_sms=16),
     Policy(copy_layout="dedicated", comm_sms=8, combine="push", combine_per_rank=True),
 ]

@@ -109,7 +109,7 @@ def _pull_queue(traffic: Traffic, policy: Policy, rank: int, row_bytes: int) -> 
 def combine_pull(
     traffic: Traffic, policy: Policy, ports: Ports, block_done: Floats, row_bytes: int, starts: list[float]
 ) -> list[float]:
-    """Each owner fetches the rows of its tokens, in token order, when all K of them are ready. End per rank."""
+    """Each owner fetches the rows of its tokens, some at a time, when all K of each are ready. End per rank."""
     ranks = traffic.shape.ep_size
     queues: list[list[Request]] = []
     for rank in range(ranks):
@@ -118,11 +118,14 @@ def combine_pull(
         travels = traffic.crossing[rank] if policy.combine_per_rank else np.ones_like(traffic.crossing[rank])
         ready = block_done[blocks].max(axis=1) + ports.latency
         queue = []
+        order = np.arange(traffic.tokens)
+        if policy.token_order == "expert":
+            order = np.argsort(traffic.last_expert[rank], kind="stable")
         for first in range(0, traffic.tokens, COMBINE_TOKENS):
-            part = slice(first, first + COMBINE_TOKENS)
+            part = order[first : first + COMBINE_TOKENS]
             rows = np.bincount(route_owner[part][travels[part]], minlength=ranks)
             remote = [(peer, float(n) * row_bytes) for peer, n in enumerate(rows.tolist()) if n and peer != rank]
-            local = (rows[rank] + min(COMBINE_TOKENS, traffic.tokens - first)) * float(row_bytes)
+            local = (rows[rank] + part.size) * float(row_bytes)
             queue.append(Request(remote=remote, local_bytes=local, ready=float(ready[part].max()), block=first))
         queues.append(queue)
     return [max(times, default=start) for times, start in zip(ports.serve(queues, starts), starts, strict=True)]

@@ -11,6 +11,7 @@ from mok_megatron.hardware import GpuSpec
 CopyLayout = Literal["warps", "dedicated"]
 Combine = Literal["pull", "push"]
 PullOrder = Literal["row", "rotated"]
+TokenOrder = Literal["expert", "token"]
 
 WARPS_PER_COPY_SM = 32
 """Warps of a dedicated copying SM in the measurement behind ``GpuSpec.copy_per_sm``."""
@@ -86,7 +87,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How the kernel moves rows: the choices that the simulator is there to compare.
+    """How the kernel moves rows: the choices that the simulator is there to compare. The defaults are the kernel's.
 
     Attributes:
         copy_layout: ``warps``: copying warps in every CTA, all SMs compute. ``dedicated``: ``comm_sms`` SMs only
@@ -98,8 +99,10 @@ class Policy:
             each row block when it is finished, and the owner sums what has arrived.
         combine_per_rank: rows are summed at the expert's rank first, so one row per (token, rank) travels. Results
             then depend on W.
-        pull_order: ``row``: destinations pull in row order, all from source 0 first. ``rotated``: within an expert,
-            destination d begins with source d.
+        pull_order: ``row``: destinations pull in row order, an expert's rows from source 0 first. ``rotated``: within
+            an expert, destination d begins with source d.
+        token_order: in which order tokens are combined by ``pull``: ``expert``, by the last local expert among their
+            routes, or ``token``, as they come.
     """
 
     copy_layout: CopyLayout = "warps"
@@ -108,7 +111,8 @@ class Policy:
     dedup: bool = True
     combine: Combine = "pull"
     combine_per_rank: bool = False
-    pull_order: PullOrder = "rotated"
+    pull_order: PullOrder = "row"
+    token_order: TokenOrder = "expert"
 
     def __post_init__(self) -> None:
         if not 1 <= self.copy_warps <= WARPS_PER_COPY_SM:

@@ -52,6 +52,7 @@ class Traffic:
         route_block: ``[W, T, K]`` global block that holds each route's row.
         crossing: ``[W, T, K]`` whether the route is its token's first one on that rank.
         block_sources: per global block: list of (source rank, rows, rows that cross with dedup).
+        last_expert: ``[W, T]`` largest local expert number among a token's routes, whatever their ranks.
         rows: ``[W]`` routed rows per rank, without padding.
     """
 
@@ -62,6 +63,7 @@ class Traffic:
     route_block: Ints
     crossing: NDArray[np.bool_]
     block_sources: list[list[tuple[int, int, int]]]
+    last_expert: Ints
     rows: Ints
 
     @property
@@ -107,5 +109,6 @@ def build_traffic(shape: MoeShape, experts: Ints) -> Traffic:
         route_block=route_block.reshape(experts.shape),
         crossing=crossing,
         block_sources=block_sources,
+        last_expert=(experts % local).max(axis=2),
         rows=counts.reshape(ranks, local).sum(axis=1),
     )
