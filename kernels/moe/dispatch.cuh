@@ -5,8 +5,10 @@
 
 namespace mok {
 
-inline constexpr int kRowsPerClaim = 4;    // divides kBlockRows, so a claim lies inside the rows in use or past them
-inline constexpr int kVectorsInFlight = 8; // 16-byte loads per lane
+// Rows per claim; powers of two, so a claim lies inside the rows in use (a multiple of kBlockRows) or past them.
+inline constexpr int kRowsPerClaim = 8;      // of communication warps: a claim costs about 4 us beside its rows
+inline constexpr int kRowsPerFirstClaim = 2; // of consumer warps, at the start: nobody shall wait for a slow one
+inline constexpr int kVectorsInFlight = 8;   // 16-byte loads per lane
 
 __device__ __forceinline__ void wait_for_tables(const CallParams& call, uint32_t epoch) {
   if (call.world == 1) return; // they are older than this launch
