@@ -103,7 +103,8 @@ def _write_documents(folder: Path, max_tokens: int) -> dict[str, int]:
         ids = torch.tensor([*tokenizer.tokenize(text[:MAX_DOCUMENT_CHARS]), tokenizer.eod])
         if sum(lengths) + len(ids) > max_tokens:
             break
-        builder.add_document(ids, [len(ids)])
+        builder.add_item(ids)
+        builder.end_document()
         lengths.append(len(ids))
     builder.finalize(str(folder / "corpus.idx"))
     return {"documents": len(lengths), "tokens": sum(lengths)}

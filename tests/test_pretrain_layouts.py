@@ -7,7 +7,7 @@ import pytest
 from tests.megatron_cpu.job import RankReport
 from tests.pretrain import Pretrain, assert_same, worst_difference
 
-FP32_TOLERANCE = 1e-5
+FP32_TOLERANCE = 2e-6
 """Sums in another order differ by about 1e-7; in the first steps Adam divides by small numbers, which amplifies it."""
 
 LAYOUTS = [
