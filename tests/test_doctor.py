@@ -46,8 +46,7 @@ GOOD = Facts(
     plugin=Plugin(),
     driver=driver(HOPPER, 8),
     compiler=Compiler(path="/usr/local/cuda/bin/nvcc", version=(13, 0)),
-    cache=Cache(path="/home/user/.cache/mok_megatron", writable=True, libraries=("a/moe.so",)),
-    cuda_backend_included=True,
+    cache=Cache(path="/home/user/.cache/mok_megatron", writable=True, libraries=("sm90a",)),
     kernel_architectures=("sm90a", "sm100a", "sm103a"),
 )
 
@@ -87,6 +86,12 @@ def test_a_good_machine_has_nothing_but_ok() -> None:
             "there is no nvcc",
             id="no-nvcc",
         ),
+        pytest.param(
+            {"compiler": None, "driver": driver(BLACKWELL)},
+            {"nvcc", "backend"},
+            "the kernels for sm103a are not compiled, and there is no nvcc",
+            id="no-nvcc-and-a-library-for-another-gpu",
+        ),
         pytest.param({"compiler": Compiler(path="/n", version=None)}, {"nvcc"}, None, id="broken-nvcc"),
         pytest.param({"compiler": Compiler(path="/n", version=(12, 2))}, {"nvcc"}, None, id="old-nvcc-hopper"),
         pytest.param(
@@ -98,9 +103,8 @@ def test_a_good_machine_has_nothing_but_ok() -> None:
         pytest.param({"driver": driver(HOPPER, 2, "none")}, {"peer access"}, None, id="no-peer-access"),
         pytest.param({"driver": driver(HOPPER, 2, "pcie")}, {"peer access"}, None, id="pcie-only"),
         pytest.param(
-            {"cache": Cache(path="/c", writable=False, libraries=("a.so",))}, {"kernel cache"}, None, id="cache"
+            {"cache": Cache(path="/c", writable=False, libraries=("sm90a",))}, {"kernel cache"}, None, id="cache"
         ),
-        pytest.param({"cuda_backend_included": False}, {"backend"}, "no CUDA backend yet", id="reference-only-version"),
         pytest.param({"torch_cuda": None}, {"torch"}, None, id="cpu-torch-on-gpu-machine"),
         pytest.param(
             {"driver": dataclasses.replace(driver(HOPPER), cuda=(12, 4))}, {"torch"}, None, id="driver-older-than-torch"

@@ -49,17 +49,16 @@ def cuda_backend_obstacle(facts: Facts) -> str | None:
     """Why the CUDA backend cannot run on any GPU here, or None where it can."""
     if not facts.driver.gpus:
         return facts.driver.error or "the driver sees no GPU"
-    if not facts.cuda_backend_included:
-        return "this version of mok-megatron has no CUDA backend yet"
-    architectures = {gpu.architecture for gpu in facts.driver.gpus} - {None}
+    architectures = {gpu.architecture for gpu in facts.driver.gpus if gpu.architecture is not None}
     if not architectures:
         names = ", ".join(sorted({gpu.name for gpu in facts.driver.gpus}))
         return f"{names} is neither Hopper nor Blackwell"
-    if not architectures & set(facts.kernel_architectures):
-        here, ours = ", ".join(sorted(filter(None, architectures))), ", ".join(facts.kernel_architectures) or "none"
+    supported = architectures & set(facts.kernel_architectures)
+    if not supported:
+        here, ours = ", ".join(sorted(architectures)), ", ".join(facts.kernel_architectures) or "none"
         return f"there are no kernels for {here} in this version (it has kernels for: {ours})"
-    if facts.compiler is None and not facts.cache.libraries:
-        return "the kernels are not compiled, and there is no nvcc"
+    if facts.compiler is None and not supported & set(facts.cache.libraries):
+        return f"the kernels for {', '.join(sorted(supported))} are not compiled, and there is no nvcc"
     return None
 
 
@@ -181,8 +180,8 @@ def _compiler(facts: Facts) -> Iterator[Finding]:
     architectures = sorted({gpu.architecture for gpu in facts.driver.gpus if gpu.architecture is not None})
     compiler = facts.compiler
     if compiler is None:
-        if architectures and not facts.cache.libraries:
-            remedy = "install the CUDA toolkit and set CUDA_HOME"
+        if set(architectures) - set(facts.cache.libraries):
+            remedy = "install the CUDA toolkit and set CUDA_HOME, or mok-megatron build elsewhere and copy the cache"
             yield _warning("nvcc", "not found (CUDA_HOME, PATH, /usr/local/cuda): kernels cannot be compiled", remedy)
         return
     if compiler.version is None:
@@ -199,7 +198,8 @@ def _compiler(facts: Facts) -> Iterator[Finding]:
 def _cache(facts: Facts) -> Iterator[Finding]:
     cache = facts.cache
     if cache.writable:
-        yield _ok("kernel cache", f"{cache.path}, {len(cache.libraries)} libraries")
+        built = f"compiled: {', '.join(cache.libraries)}" if cache.libraries else "nothing compiled yet"
+        yield _ok("kernel cache", f"{cache.path}, {built}")
     else:
         remedy = "set MOK_MEGATRON_CACHE to a folder that can be written"
         yield _warning("kernel cache", f"{cache.path} cannot be written", remedy)

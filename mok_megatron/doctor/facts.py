@@ -68,7 +68,7 @@ class Compiler:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """The folder of compiled kernel libraries."""
+    """The folder of compiled kernel libraries; ``libraries``: architectures compiled from the present sources."""
 
     path: str
     writable: bool
@@ -89,7 +89,6 @@ class Facts:
     driver: Driver
     compiler: Compiler | None
     cache: Cache
-    cuda_backend_included: bool
     kernel_architectures: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     fabric: NodeFabric = field(default_factory=NodeFabric)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import importlib.util
 import io
 import os
 import re
-import shutil
 import subprocess
 import sys
 import warnings
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
 from mok_megatron import compat, hooks
+from mok_megatron.backends import build
 from mok_megatron.doctor.driver import probe_driver
-from mok_megatron.doctor.facts import CUDA_ARCHITECTURES, Cache, Compiler, Facts, Package, Plugin
+from mok_megatron.doctor.facts import Cache, Compiler, Facts, Package, Plugin
 from mok_megatron.nvml import probe_node
-from mok_megatron.paths import cache_dir, kernels_dir
+from mok_megatron.paths import cache_dir
 
 SHOWN_VARIABLES = re.compile(
     r"(MOK_|CUDA_(HOME|PATH|VISIBLE_DEVICES|DEVICE_|LAUNCH)|TORCH_|NCCL_|NVIDIA_VISIBLE|SLURM_J)"
@@ -43,17 +41,14 @@ def collect_facts() -> Facts:
         fabric=probe_node(),
         compiler=find_compiler(),
         cache=_cache(),
-        cuda_backend_included=importlib.util.find_spec("mok_megatron.backends.cuda") is not None,
-        kernel_architectures=_kernel_architectures(),
+        kernel_architectures=tuple(build.SOURCES),
         environment={key: value for key, value in sorted(os.environ.items()) if SHOWN_VARIABLES.match(key)},
     )
 
 
 def find_compiler() -> Compiler | None:
-    """The nvcc of ``CUDA_HOME``, of the PATH, or of /usr/local/cuda, with its version; None where there is none."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    places = [str(Path(home) / "bin" / "nvcc")] if home else []
-    path = next(filter(None, map(shutil.which, [*places, "nvcc", "/usr/local/cuda/bin/nvcc"])), None)
+    """The nvcc that a build would take, with its version; None where there is none."""
+    path = build.find_nvcc()
     if path is None:
         return None
     try:
@@ -107,18 +102,8 @@ def _plugin() -> Plugin:
 def _cache() -> Cache:
     folder = cache_dir()
     existing = next(parent for parent in [folder, *folder.parents] if parent.exists())
-    libraries = tuple(sorted(str(path.relative_to(folder)) for path in folder.rglob("*.so"))) if folder.is_dir() else ()
-    return Cache(path=str(folder), writable=existing.is_dir() and os.access(existing, os.W_OK), libraries=libraries)
-
-
-def _kernel_architectures() -> tuple[str, ...]:
-    """Architectures for which ``kernels/sm<major><minor>`` (or the family's folder, ``sm100``) has sources."""
-    try:
-        folder = kernels_dir()
-    except FileNotFoundError:
-        return ()
-    has_family = {major: any((folder / f"sm{major}0").glob("*.cu")) for major, _ in CUDA_ARCHITECTURES}
-    return tuple(name for (major, _), name in CUDA_ARCHITECTURES.items() if has_family[major])
+    built = tuple(architecture for architecture in build.SOURCES if build.library_path(architecture).exists())
+    return Cache(path=str(folder), writable=existing.is_dir() and os.access(existing, os.W_OK), libraries=built)
 
 
 def _installed(distribution: str) -> str | None:
