@@ -56,8 +56,8 @@ def patch(module: ModuleType) -> None:
     except compat.MisfitError as misfit:
         compat.record_misfit(module.__name__, str(misfit))
         return
-    compat.clear_misfit(module.__name__)
     if changed:
+        compat.clear_misfit(module.__name__)
         logger.info("mok_megatron: patched %s (%s)", module.__name__, compat.versions())
 
 

@@ -98,13 +98,7 @@ def build(dispatcher: str = "mok", *, seed: int = 1, **changes: Any) -> Any:
 
     Weights have unit gain; experts differ from rank to rank, everything else is the same on all ranks.
     """
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.spec_utils import build_module
-
-    config = make_config(dispatcher, **changes)
-    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
-    # 0.19 hands out a partial of MoELayer, earlier versions a ModuleSpec.
-    layer = spec(config=config) if callable(spec) else build_module(spec, config=config)
+    layer = build_layer(make_config(dispatcher, **changes))
     layer.set_layer_number(1)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -119,6 +113,16 @@ def build(dispatcher: str = "mok", *, seed: int = 1, **changes: Any) -> Any:
         for tensor in layer.experts.parameters():
             tensor.copy_(torch.randn(tensor.shape, generator=generator) * tensor.shape[1] ** -0.5)
     return layer
+
+
+def build_layer(config: Any) -> Any:
+    """MoELayer as Megatron's own layer spec makes it."""
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.transformer.spec_utils import build_module
+
+    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    # 0.19 hands out a partial of MoELayer, earlier versions a ModuleSpec.
+    return spec(config=config) if callable(spec) else build_module(spec, config=config)
 
 
 def build_twins(**changes: Any) -> dict[str, Any]:

@@ -163,7 +163,36 @@ def _marks_and_checkpoint_keys(rank: int, world: int) -> dict[str, list[Any]]:
         shards = [(k, s.key, getattr(s, "global_offset", None), s.replica_id) for k, s in sharded.items()]
         described[dispatcher] = [marks, list(layer.state_dict()), shards]
     assert any(allreduce is not None for _, allreduce, _ in described["alltoall"][0])
+    if world == 2:
+        _refused_at_construction()
     return described
+
+
+def _refused_at_construction() -> None:
+    """What only the process groups or the training arguments know; the config comes out as it went in."""
+    from types import SimpleNamespace
+
+    from megatron.training import global_vars
+
+    config = moe_layers.make_config(num_moe_experts=7)
+    with pytest.raises(ValueError, match="num_experts=7 is not divisible by the expert-parallel size 2"):
+        moe_layers.build_layer(config)
+    assert config.moe_token_dispatcher_type == "mok"
+
+    config = moe_layers.make_config(recompute_granularity="selective", recompute_modules=["core_attn"])
+    config.cuda_graph_impl, config.cuda_graph_modules = "full_iteration", []
+    with pytest.raises(ValueError, match="reference backend does not support cuda_graph_impl='full_iteration'"):
+        moe_layers.build_layer(config)
+
+    global_vars._GLOBAL_ARGS = SimpleNamespace(use_megatron_fsdp=True)
+    with pytest.raises(ValueError, match="does not support --use-megatron-fsdp"):
+        moe_layers.build()
+    global_vars._GLOBAL_ARGS = None
+
+    config = moe_layers.make_config()
+    config.add_bias_linear = True  # after the config was made
+    with pytest.raises(ValueError, match="does not support add_bias_linear=True"):
+        moe_layers.build_layer(config)
 
 
 @pytest.mark.parametrize("world", [1, 2])
