@@ -5,7 +5,7 @@
 
 namespace mok {
 
-// Rows per claim; powers of two, so a claim lies inside the rows in use (a multiple of kBlockRows) or past them.
+// Rows per claim.
 inline constexpr int kRowsPerClaim = 8;      // of communication warps: a claim costs about 4 us beside its rows
 inline constexpr int kRowsPerFirstClaim = 2; // of consumer warps, at the start: nobody shall wait for a slow one
 inline constexpr int kVectorsInFlight = 8;   // 16-byte loads per lane
@@ -94,7 +94,7 @@ __device__ __forceinline__ void dispatch_rows(const ForwardParams& p, uint32_t* 
     first = __shfl_sync(~0u, first, 0);
     if (first >= call.capacity) return;
     RowSource source = {-1, -1};
-    if (lane < kRows) {
+    if (lane < kRows && first + lane < call.capacity) {
       if (first + lane < rows) {
         const int2 loaded = __ldcg(reinterpret_cast<const int2*>(sources + first + lane));
         source = {loaded.x, loaded.y};
@@ -107,9 +107,10 @@ __device__ __forceinline__ void dispatch_rows(const ForwardParams& p, uint32_t* 
     if (first >= rows) continue;
     Arrivals<kRows> arrivals;
 #pragma unroll
-    for (int32_t i = 0; i < kRows; ++i)
-      arrivals.target[i] =
-          dispatch_row(p, first + i, {__shfl_sync(~0u, source.rank, i), __shfl_sync(~0u, source.slot, i)});
+    for (int32_t i = 0; i < kRows; ++i) {
+      const RowSource from = {__shfl_sync(~0u, source.rank, i), __shfl_sync(~0u, source.slot, i)};
+      arrivals.target[i] = first + i < rows ? dispatch_row(p, first + i, from) : -1;
+    }
     arrivals.publish(p.counters);
   }
 }
