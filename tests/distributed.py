@@ -87,7 +87,7 @@ def _join(processes: list[Any], deadline: float) -> None:
 
 
 def _raise_first_failure(processes: list[Any], folder: Path, timeout_s: float) -> None:
-    errors = [path for path in folder.glob("error-*.txt")]
+    errors = list(folder.glob("error-*.txt"))
     if errors:
         first = min(errors, key=lambda path: path.stat().st_mtime_ns)
         raise RuntimeError(f"rank {first.stem.removeprefix('error-')} failed:\n{first.read_text(encoding='utf-8')}")

@@ -95,6 +95,19 @@ def stacked(layer: Layer, attribute: str) -> tuple[Tensor, Tensor]:
     return torch.stack(layer.w1.split(w1)), torch.stack(layer.w2.split(w2))
 
 
+def spy_on(layer: Layer, method: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Records the arguments of each call of a backend method from now on."""
+    seen: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    original = getattr(layer.backend, method)
+
+    def recorder(*arguments: Any, **options: Any) -> Any:
+        seen.append((arguments, options))
+        return original(*arguments, **options)
+
+    setattr(layer.backend, method, recorder)
+    return seen
+
+
 @pytest.mark.parametrize("grouping", GROUPINGS)
 def test_real_gradients_without_main_grad(grouping: str) -> None:
     layer = make_layer(grouping=grouping)
@@ -255,6 +268,7 @@ def _kept_tensors(run: Callable[[], Any]) -> int:
 
 def test_nothing_is_kept_when_no_gradient_can_be_asked_for() -> None:
     layer = make_layer()
+    seen = spy_on(layer, "forward")
     with torch.no_grad():
         assert _kept_tensors(lambda: layer(leaf(layer.inputs.x))) == 0
         assert layer(leaf(layer.inputs.x)).grad_fn is None
@@ -262,6 +276,7 @@ def test_nothing_is_kept_when_no_gradient_can_be_asked_for() -> None:
         parameter.requires_grad_(False)
     assert _kept_tensors(lambda: layer(layer.inputs.x)) == 0
     assert _kept_tensors(lambda: layer(leaf(layer.inputs.x))) > 0
+    assert [options["save"] for _, options in seen] == [False, False, False, True]
 
 
 def test_backward_frees_what_was_kept() -> None:
@@ -334,8 +349,11 @@ def test_gradients_with_any_strides(kind: str) -> None:
         dy = dy.T.contiguous().T
     else:
         dy = torch.stack([dy, dy.new_full(dy.shape, float("nan"))], dim=2)[..., 0]
+    assert not dy.is_contiguous()
+    seen = spy_on(layer, "backward")
     x, x_plain = leaf(layer.inputs.x), leaf(layer.inputs.x)
     layer(x).backward(dy)
+    assert [arguments[0].is_contiguous() for arguments, _ in seen] == [True], "backends get contiguous rows"
     plain(x_plain).backward(dy.contiguous())
     assert x.grad is not None and x_plain.grad is not None
     assert torch.equal(x.grad, x_plain.grad)
@@ -345,7 +363,9 @@ def test_gradients_with_any_strides(kind: str) -> None:
 def test_input_with_any_strides() -> None:
     layer = make_layer()
     wide = torch.cat([layer.inputs.x, layer.inputs.x], dim=1).requires_grad_()
+    seen = spy_on(layer, "forward")
     layer(wide[:, :16]).backward(layer.inputs.dy)
+    assert [arguments[0].is_contiguous() for arguments, _ in seen] == [True], "backends get contiguous rows"
     assert wide.grad is not None
     assert relative_error(wide.grad[:, :16], exact(layer.inputs).dx) < 1e-12
     assert not wide.grad[:, 16:].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import time
 from dataclasses import replace
@@ -12,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from mok_megatron.backends.base import WeightGrads
+from mok_megatron.backends.movement import Mover
 from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.config import Activation, MoeShape, MokConfig
+from mok_megatron.schedule import build_schedule, compact
 from tests.distributed import run_ranks
 from tests.layer_run import (
     PLAIN,
@@ -85,18 +88,17 @@ def _run_all_cases(rank: int, world: int) -> dict[Key, Result]:
     return results
 
 
-@pytest.fixture(scope="module")
-def rank_results() -> dict[Key, Result]:
-    """Joined results of every case, from one spawn per EP size; W=1 runs here."""
-    joined: dict[Key, Result] = {}
-    with poisoned_memory():
-        for case in cases_for(1):
-            for dtype in DTYPES:
-                joined[case.name, dtype, ""] = _alone(_inputs(case.name, dtype))
-    for world in (2, 4):
-        by_rank = run_ranks(world, _run_all_cases)
-        joined |= {key: join_ranks([results[key] for results in by_rank]) for key in by_rank[0]}
-    return joined
+@functools.cache
+def _results_of(world: int) -> dict[Key, Result]:
+    """Joined results of every case of one EP size, from one spawn; W=1 runs here."""
+    if world == 1:
+        return {(case.name, dtype, ""): _alone(_inputs(case.name, dtype)) for case in cases_for(1) for dtype in DTYPES}
+    by_rank = run_ranks(world, _run_all_cases, timeout_s=300)
+    return {key: join_ranks([results[key] for results in by_rank]) for key in by_rank[0]}
+
+
+def _result(name: str, dtype: torch.dtype, variant: str = "") -> Result:
+    return _results_of(CASES[name].world)[name, dtype, variant]
 
 
 def _check_fp32(actual: Result, inputs: Inputs) -> None:
@@ -115,27 +117,25 @@ def _check_bf16(actual: Result, inputs: Inputs) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_fp32_against_fp64(name: str, rank_results: dict[Key, Result]) -> None:
-    _check_fp32(rank_results[name, torch.float32, ""], _inputs(name, torch.float32))
+def test_fp32_against_fp64(name: str) -> None:
+    _check_fp32(_result(name, torch.float32), _inputs(name, torch.float32))
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bf16_within_twice_the_error_of_eager_torch(name: str, rank_results: dict[Key, Result]) -> None:
-    _check_bf16(rank_results[name, torch.bfloat16, ""], _inputs(name, torch.bfloat16))
+def test_bf16_within_twice_the_error_of_eager_torch(name: str) -> None:
+    _check_bf16(_result(name, torch.bfloat16), _inputs(name, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.world > 1])
-def test_the_number_of_ranks_changes_no_bit(name: str, dtype: torch.dtype, rank_results: dict[Key, Result]) -> None:
-    assert_same_bits(rank_results[name, dtype, ""], _alone(_inputs(name, dtype)), f"W={CASES[name].world} against W=1")
+def test_the_number_of_ranks_changes_no_bit(name: str, dtype: torch.dtype) -> None:
+    assert_same_bits(_result(name, dtype), _alone(_inputs(name, dtype)), f"W={CASES[name].world} against W=1")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", [*VARIANTS, "again"])
-def test_options_and_timing_change_no_bit_on_two_ranks(
-    variant: str, dtype: torch.dtype, rank_results: dict[Key, Result]
-) -> None:
-    assert_same_bits(rank_results[RERUN, dtype, variant], rank_results[RERUN, dtype, ""], variant)
+def test_options_and_timing_change_no_bit_on_two_ranks(variant: str, dtype: torch.dtype) -> None:
+    assert_same_bits(_result(RERUN, dtype, variant), _result(RERUN, dtype), variant)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -173,7 +173,7 @@ def test_gradients_are_right_for_weights_that_are_not_positive(sign: float) -> N
     inputs = _inputs("w1_uniform", torch.float64)
     inputs = replace(inputs, probs=inputs.probs * sign)
     backend = make_backend(inputs)
-    schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map)
+    schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map, layer=1)
     w1, w2 = list(inputs.w1), list(inputs.w2)
     _, saved = backend.forward(inputs.x, schedule, w1, w2, save=True, layer=1)
     assert saved is not None
@@ -215,7 +215,7 @@ def test_weight_gradients_accumulate_or_overwrite(accumulate_dtype: torch.dtype)
     inputs = replace(inputs, routing_map=routing_map)
     backend = make_backend(inputs)
     w1, w2 = list(inputs.w1), list(inputs.w2)
-    schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map)
+    schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map, layer=1)
     _, saved = backend.forward(inputs.x, schedule, w1, w2, save=True, layer=1)
     assert saved is not None
 
@@ -232,6 +232,24 @@ def test_weight_gradients_accumulate_or_overwrite(accumulate_dtype: torch.dtype)
         assert relative_error(added, fresh.float() + 0.5) < (1e-6 if accumulate_dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_combine_sums_in_fp32_by_ascending_expert_and_rounds_once(dtype: torch.dtype, weighted: bool) -> None:
+    """K=8, bit for bit: an error that grows with K, or another order, would show."""
+    case = replace(CASES["k8_of_16"], tokens=(65,))
+    probs, routing_map = case.generate(seed=0)
+    experts, weights = compact(probs, routing_map, case.top_k)
+    schedule = build_schedule([experts], weights, rank=0, num_experts=case.num_experts, block_rows=32)
+    rows = torch.randn(schedule.row_src_slot.numel(), 24, generator=torch.Generator().manual_seed(1)).to(dtype)
+    combined = Mover(schedule, None).combine(rows, weights if weighted else None, torch.float32)
+    for token in range(65):
+        total = torch.zeros(24)
+        for k in range(case.top_k):
+            row = rows[int(schedule.slot_dst_row[token, k])].float()
+            total = total + (row * weights[token, k] if weighted else row)
+        assert torch.equal(combined[token], total.to(dtype))
+
+
 def test_nothing_is_kept_beyond_what_the_options_say() -> None:
     inputs = _inputs("w1_uniform", torch.float32)
     for config, kept in (
@@ -240,7 +258,7 @@ def test_nothing_is_kept_beyond_what_the_options_say() -> None:
         (MokConfig(recompute=True), (False, False)),
     ):
         backend = make_backend(inputs, config=config)
-        schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map)
+        schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map, layer=1)
         _, saved = backend.forward(inputs.x, schedule, list(inputs.w1), list(inputs.w2), save=True, layer=1)
         assert saved is not None
         assert (saved.gate_up is not None, saved.x_rows is not None) == kept
@@ -256,7 +274,7 @@ def test_wrong_layers_are_refused() -> None:
         ReferenceBackend(replace(shape, ep_size=1), MokConfig(), None, "cpu", torch.float16)
     inputs = _inputs("w1_uniform", torch.float32)
     backend = make_backend(inputs)
-    schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map)
+    schedule = backend.build_schedule(inputs.x, inputs.probs, inputs.routing_map, layer=1)
     w1, w2 = list(inputs.w1), list(inputs.w2)
     with pytest.raises(ValueError, match=r"layer 7: w1 has 7 experts, the rank holds 8"):
         backend.forward(inputs.x, schedule, w1[1:], w2, save=False, layer=7)
