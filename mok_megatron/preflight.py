@@ -182,10 +182,10 @@ def _nodes_apart(members: Sequence[RankPlace]) -> Problem | None:
 
 
 def _domain(place: RankPlace) -> str:
-    """The NVLink domain of a rank, in words; equal words are one domain."""
+    """The NVLink domain of a rank whose fabric is up, in words; equal words are one domain."""
     gpu = place.gpu
     assert gpu is not None
-    if gpu.cluster and gpu.state == "completed":
+    if gpu.cluster:
         return f"in NVLink cluster {gpu.cluster} clique {gpu.clique}"
     return f"in the NVLink of {place.host} only"
 
@@ -213,7 +213,7 @@ def _unlinked(members: Sequence[RankPlace]) -> Problem | None:
 
 def _linked(a: GpuFabric, b: GpuFabric) -> bool:
     """Whether two GPUs of one node reach each other over NVLink, both ways."""
-    if a.cluster and (a.cluster, a.clique, a.state) == (b.cluster, b.clique, b.state):
+    if a.cluster and (a.cluster, a.clique) == (b.cluster, b.clique):
         return True
     return a.links.get(b.bus_id) == "nvlink" and b.links.get(a.bus_id) == "nvlink"
 

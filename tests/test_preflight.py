@@ -123,6 +123,14 @@ def test_links_must_hold_both_ways_and_pcie_is_not_nvlink() -> None:
     assert "ranks 0 and 1" in message(places, range(2))
 
 
+def test_a_clique_links_gpus_of_one_node_that_see_no_peer_access() -> None:
+    places = node("a", 0, 2, cluster=CLUSTER, clique=1, link="none")
+    check_groups(places, [range(2)])
+    assert places[1].gpu is not None
+    places[1] = dataclasses.replace(places[1], gpu=dataclasses.replace(places[1].gpu, clique=2))
+    assert "ranks 0 and 1" in message(places, range(2))
+
+
 @pytest.mark.parametrize("state", ["not started", "in progress"])
 def test_no_fabric_manager(state: FabricState) -> None:
     text = message([*node("a", 0, 4), *node("b", 4, 4, state=state)], range(4), range(4, 8))
