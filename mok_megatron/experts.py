@@ -13,13 +13,20 @@ def expert_weights(experts: nn.Module, num_local_experts: int) -> tuple[ExpertPa
     """The two weights of the rank's e experts, as Megatron's own parameters.
 
     Per expert ``linear_fc1`` ``[2I, H]`` (gate rows, then up) and ``linear_fc2`` ``[H, I]``; for TEGroupedMLP with one
-    weight per expert or a single grouped one, or for SequentialMLP. Raises ValueError for a module that holds other
-    parameters as well (biases, adapters): they would silently take no part.
+    weight per expert or a single grouped one, or for SequentialMLP. Raises ValueError for any other module. Called in
+    every forward, because parameters may be replaced after the model was built.
     """
-    found = tuple(
-        ExpertParams(_linear_weights(experts, name, num_local_experts), num_local_experts)
-        for name in ("linear_fc1", "linear_fc2")
-    )
+    w1 = ExpertParams(_linear_weights(experts, "linear_fc1", num_local_experts), num_local_experts)
+    w2 = ExpertParams(_linear_weights(experts, "linear_fc2", num_local_experts), num_local_experts)
+    return w1, w2
+
+
+def check_parameters(experts: nn.Module, found: tuple[ExpertParams, ExpertParams]) -> None:
+    """Raise ValueError for what the two weights alone do not describe: other parameters, and FSDP's shards.
+
+    Biases or adapters would silently take no part. Both may come after the model was built, so the first forward asks
+    again.
+    """
     used = {id(parameter) for params in found for parameter in params.parameters}
     unused = [name for name, parameter in experts.named_parameters() if id(parameter) not in used]
     if unused:
@@ -28,9 +35,12 @@ def expert_weights(experts: nn.Module, num_local_experts: int) -> tuple[ExpertPa
             f"alone, but {type(experts).__name__} also holds {', '.join(unused[:4])}"
             f"{' ...' if len(unused) > 4 else ''}: remove these parameters, or use another dispatcher"
         )
-    for params in found:
-        _refuse_sharded(experts, params)
-    return found[0], found[1]
+    # Megatron-FSDP puts get_main_grad on its parameters; torch's FSDP turns them into DTensors.
+    if any(hasattr(p, "get_main_grad") or hasattr(p, "device_mesh") for params in found for p in params.parameters):
+        raise ValueError(
+            f"moe_token_dispatcher_type='mok' does not support FSDP, which shards the weights of "
+            f"{type(experts).__name__}: use DistributedDataParallel with the distributed optimizer"
+        )
 
 
 def _linear_weights(experts: nn.Module, linear: str, num_local_experts: int) -> tuple[Tensor, ...]:
@@ -48,16 +58,6 @@ def _linear_weights(experts: nn.Module, linear: str, num_local_experts: int) -> 
         f"moe_token_dispatcher_type='mok' finds no weights in {type(experts).__module__}.{type(experts).__name__}: it "
         f"knows TEGroupedMLP and SequentialMLP. Use Megatron's own expert modules in the layer spec"
     )
-
-
-def _refuse_sharded(experts: nn.Module, params: ExpertParams) -> None:
-    for parameter in params.parameters:
-        # Megatron-FSDP puts get_main_grad on its parameters; torch's FSDP turns them into DTensors.
-        if hasattr(parameter, "get_main_grad") or hasattr(parameter, "device_mesh"):
-            raise ValueError(
-                f"moe_token_dispatcher_type='mok' does not support FSDP, which shards the weights of "
-                f"{type(experts).__name__}: use DistributedDataParallel with the distributed optimizer"
-            )
 
 
 def fire_pre_hooks(experts: nn.Module) -> None:

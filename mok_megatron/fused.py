@@ -12,7 +12,7 @@ from mok_megatron.autograd import apply_experts
 from mok_megatron.backend_pool import shared_backend
 from mok_megatron.backends.base import Backend
 from mok_megatron.config import MoeShape, MokConfig
-from mok_megatron.experts import expert_weights, fire_pre_hooks
+from mok_megatron.experts import check_parameters, expert_weights, fire_pre_hooks
 
 logger = logging.getLogger("mok_megatron")
 
@@ -46,6 +46,7 @@ class FusedExperts:
         self.options = options
         self.fuse_grad_accumulation = fuse_grad_accumulation
         self.layer_number = layer_number
+        self._used = False
         self._check_weights()
         self.device = _device(experts, group)
         self.backend = self._join_backend()
@@ -71,6 +72,9 @@ class FusedExperts:
             self.backend = self._join_backend()
         fire_pre_hooks(self.experts)
         w1, w2 = expert_weights(self.experts, self.shape.experts_per_rank)
+        if not self._used:
+            check_parameters(self.experts, (w1, w2))
+            self._used = True
         return apply_experts(
             self.backend,
             hidden,
@@ -88,6 +92,7 @@ class FusedExperts:
     def _check_weights(self) -> None:
         shape = self.shape
         w1, w2 = expert_weights(self.experts, shape.experts_per_rank)
+        check_parameters(self.experts, (w1, w2))
         expected = ([2 * shape.intermediate, shape.hidden], [shape.hidden, shape.intermediate])
         for name, params, size in zip(("linear_fc1", "linear_fc2"), (w1, w2), expected, strict=True):
             for matrix in params.matrices():

@@ -34,7 +34,7 @@ class RoutingCarrier(MoETokenDispatcher):
         """``tokens [S, B, H]`` -> ``[T, H]``; keeps the map ``[T, E]``."""
         self.hidden_shape = tokens.shape
         self.routing_map = routing_map
-        return tokens.view(-1, tokens.shape[-1]), probs
+        return tokens.reshape(-1, tokens.shape[-1]), probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """The fused experts move the rows."""

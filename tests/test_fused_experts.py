@@ -211,18 +211,24 @@ def test_weights_that_are_not_the_layers_are_refused_at_construction() -> None:
         _fused(nn.Sequential(nn.Linear(16, 16)))
 
 
-def test_experts_with_other_parameters_are_refused() -> None:
-    experts = _Experts("per expert", _weights())
+def _add_adapter(experts: Any) -> None:
     experts.linear_fc1.register_parameter("adapter", nn.Parameter(torch.zeros(2)))
-    with pytest.raises(ValueError, match=r"also holds linear_fc1.adapter"):
-        _fused(experts)
 
 
-def test_weights_sharded_by_fsdp_are_refused() -> None:
-    experts = _Experts("per expert", _weights())
+def _shard(experts: Any) -> None:
     experts.linear_fc1.weight0.get_main_grad = lambda: None
-    with pytest.raises(ValueError, match="FSDP"):
-        _fused(experts)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"), [(_add_adapter, "also holds linear_fc1.adapter"), (_shard, "does not support FSDP")]
+)
+def test_more_than_two_plain_weights_is_refused(change: Any, message: str) -> None:
+    experts = _Experts("per expert", _weights())
+    fused = _fused(experts)
+    change(experts)
+    for use in (lambda: _fused(experts), lambda: fused(*_inputs())):
+        with pytest.raises(ValueError, match=message):
+            use()
 
 
 def test_layers_share_a_backend_and_its_life_ends_with_them() -> None:

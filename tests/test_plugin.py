@@ -322,6 +322,7 @@ def test_real_megatron_parses_the_flags_and_runs_the_layer(number: str) -> None:
     assert found["classes"] == {"alltoall": "MoELayer", "mok": "MokMoELayer"}
     assert found["config"] == found["experts' config"] == "mok"
     assert all(error < 1e-6 for error in found["errors"].values()), found["errors"]
+    assert found["undecided"] == []
     assert found["dispatcher"] == "mok"
     assert found["options"] == ["reference", 4]
     for choices in found["choices"].values():

@@ -36,6 +36,8 @@ def arguments() -> dict[str, Any]:
     from megatron.training.arguments import parse_args
 
     from mok_megatron import options
+    from mok_megatron.honoured import HONOURED
+    from mok_megatron.refusals import REFUSALS
 
     sys.argv = ["pretrain_gpt.py", "--moe-token-dispatcher-type", "mok", "--mok-backend", "reference"]
     sys.argv += ["--mok-comm-sms", "4"]
@@ -44,7 +46,9 @@ def arguments() -> dict[str, Any]:
         c.__name__: c.__dataclass_fields__["moe_token_dispatcher_type"].type
         for c in (TransformerConfig, MLATransformerConfig)
     }
+    options_of_moe = {name for name in TransformerConfig.__dataclass_fields__ if name.startswith("moe_")}
     return {
+        "undecided": sorted(options_of_moe - {refusal.field for refusal in REFUSALS} - set(HONOURED)),
         "dispatcher": parsed.moe_token_dispatcher_type,
         "options": [options.current().backend, options.current().comm_sms],
         "choices": {name: list(typing.get_args(kind)) for name, kind in fields.items()},
