@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def pretrain(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pretrain]:
     """Runs whole trainings on the CPU; one warm process serves the session."""
-    server = PretrainServer(tmp_path_factory.mktemp("pretrain"))
+    server = PretrainServer(tmp_path_factory.mktemp("pretrain"), os.environ)
     yield Pretrain(server, corpus)
     server.close()

@@ -18,8 +18,8 @@ LIMITS = Limits(first=1e-5, window=1e-2)
 
 LINE = (
     " [2026-01-01 00:00:00.000000] iteration {:8d}/      20 | consumed samples:          152 | elapsed time per"
-    " iteration (ms): 507.2 | learning rate: 1.000000E-03 | global batch size:     8 | lm loss: {:.6E} | load_balancing_loss:"
-    " 0.000000E+00 | loss scale: 1.0 | grad norm: 1.250 | number of skipped iterations:   0 |\n"
+    " iteration (ms): 507.2 | learning rate: 1.000000E-03 | global batch size:     8 | lm loss: {:.6E} |"
+    " load_balancing_loss: 0.000000E+00 | loss scale: 1.0 | grad norm: 1.250 | number of skipped iterations:   0 |\n"
 )
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from select import select
@@ -21,16 +22,17 @@ _MARGIN_S = 60.0
 class PretrainServer:
     """Runs jobs one after another; the same job again is answered from memory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        """Start the server with its files in ``folder``; the environment says which Megatron it imports."""
         self.folder = folder
         self._reports: dict[Job, list[RankReport]] = {}
         self._count = 0
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+        fixed = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
         self._log = (folder / "server.log").open("w")
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.megatron_cpu.server"],
             cwd=_ROOT,
-            env=environment,
+            env={**environment, **fixed},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -32,9 +32,11 @@ class RankReport:
         grad_norms: per iteration, before clipping.
         weights: SHA-256 of all parameters' bytes after the last iteration.
         dispatchers: class names of the MoE layers' token dispatchers on this rank.
+        megatron: version of megatron-core.
     """
 
     losses: list[dict[str, float]] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     weights: str = ""
     dispatchers: list[str] = field(default_factory=list)
+    megatron: str = ""

@@ -52,7 +52,8 @@ def run(job: Job, rank: int, port: int) -> dict[str, Any]:
         for module in model.modules():
             if hasattr(module, "token_dispatcher"):
                 report.dispatchers.append(type(module.token_dispatcher).__name__)
-    return {**asdict(report), "weights": digest.hexdigest()}
+    version = importlib.import_module("megatron.core").__version__
+    return {**asdict(report), "weights": digest.hexdigest(), "megatron": version}
 
 
 def _poison_memory() -> None:
