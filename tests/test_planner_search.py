@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -177,11 +178,41 @@ def test_launch_files_are_accepted_by_bash_and_megatron(tmp_path: Path) -> None:
     assert outcome["error"] is None
     assert outcome["config"]["expert_model_parallel_size"] == 64
 
+    assert (folder / "megatron_args.sh").read_text() in sbatch  # whole in itself: Slurm runs a copy from elsewhere
     script = f'source "{folder}/megatron_args.sh"; printf "%s\\n" "${{MEGATRON_ARGS[@]}}"'
     listed = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True, timeout=30).stdout
     assert "--moe-token-dispatcher-type\nmok\n" in listed
     assert layout.pipeline is not None
     assert f"--pipeline-model-parallel-layout\n{layout.pipeline}\n" in listed
+
+
+def test_sbatch_script_runs(tmp_path: Path) -> None:
+    """With stand-ins for Slurm's programs: one task, started from another folder than the script's."""
+    folder = written(tmp_path, "--gpu", "gb300", "--racks", "8", "--ep", "64", "--pp", "8", "--vpp", "4", "--json")
+    programs = {
+        "scontrol": "echo host-a; echo host-b",
+        "mok-megatron": 'echo "preflight $@"',
+        "python": f'exec {sys.executable} "$@"',
+        "srun": 'while [[ $1 == -* ]]; do shift; done; SLURM_PROCID=5 SLURM_LOCALID=1 exec "$@"',
+    }
+    for name, body in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    pretrain = tmp_path / "pretrain_gpt.py"
+    pretrain.write_text(
+        "import os, sys\nprint(*[os.environ[name] for name in ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'MASTER_ADDR')])\n"
+        "print(*sys.argv[1:], sep='\\n')\n"
+    )
+    variables = {"PATH": f"{tmp_path}:/usr/bin:/bin", "PRETRAIN": str(pretrain), "SLURM_JOB_NODELIST": "host-[a-b]"}
+    command = ["bash", str(folder / "launch.sbatch"), "--data-path", "a b"]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["preflight doctor", "5 1 512 host-a"]
+    assert lines[-2:] == ["--data-path", "a b"]
+    assert "([0]*3+[1]*58)" in lines
+    del variables["PRETRAIN"]
+    refused = subprocess.run(command, capture_output=True, text=True, env=variables, timeout=60, check=False)
+    assert refused.returncode != 0 and "set PRETRAIN to the path" in refused.stderr
 
 
 def test_files_are_not_replaced_without_force(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

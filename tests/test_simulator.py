@@ -20,6 +20,7 @@ from mok_megatron.simulator import (
     Machine,
     Measurement,
     Policy,
+    Traffic,
     build_traffic,
     calibrate,
     load_measurements,
@@ -137,6 +138,42 @@ def test_simulated_nvlink_floor_matches_the_closed_form() -> None:
     traffic = build_traffic(shape, sample_routing(shape, 4096))
     expected = sum(nvlink_bytes(shape, 4096, "fwd")) / H200.nvlink
     assert simulate(H200, Policy(), traffic).floors.nvlink_s == pytest.approx(expected, rel=0.05)
+
+
+def packed(ranks: int, tokens: int, hidden: int, width: int) -> Traffic:
+    """Every expert gets the same number of rows, whole blocks of them."""
+    shape = shape_of(ranks, 2, 2, hidden=hidden, width=width)
+    first = np.arange(ranks * tokens) % shape.num_experts
+    experts = np.sort(np.stack([first, (first + 1) % shape.num_experts], axis=1), axis=1)
+    return build_traffic(shape, experts.reshape(ranks, tokens, 2))
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_packed_rows_compute_at_the_floor(direction: Any) -> None:
+    traffic = packed(1, 132 * 128, 1024, 1024)  # whole waves of 66 clusters: nothing is lost but start and copy
+    ideal = H200.with_(tile_overhead_s=0.0, start_s=0.0, contention=0.0, local_copy=1e18)
+    outcome = simulate(ideal, Policy(), traffic, direction)
+    assert outcome.floors.limit == "FLOP"
+    # Backward ends in 96 large weight gradient tiles on 66 clusters: the second wave is not full.
+    assert 1.0 <= outcome.compute_s / outcome.floors.flop_s < (1.02 if direction == "fwd" else 1.25)
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy(combine="push")])
+def test_a_rank_that_holds_everything_is_bound_by_its_link(policy: Policy) -> None:
+    shape = shape_of(8, 2, 2, hidden=4096, width=8)
+    experts = np.broadcast_to(np.array([0, 1]), (8, 512, 2)).copy()
+    links_only = H200.with_(gemm_flops=1e21, tile_overhead_s=0.0, start_s=0.0, latency_s=0.0, local_copy=1e18)
+    outcome = simulate(links_only, policy, build_traffic(shape, experts))
+    sent = 7 * 512 * 2 * 4096 * 2  # the peers' 512 tokens go back to them, one row for each of two experts
+    assert outcome.floors.limit == "NVLink"
+    assert outcome.floors.nvlink_s == pytest.approx(sent / H200.nvlink)
+    assert outcome.total_s >= outcome.floors.nvlink_s
+
+
+def test_copy_rates_are_the_measured_ones() -> None:
+    rates = [Policy(copy_layout="dedicated", comm_sms=sms).copy_rate(H200) for sms in (4, 8, 16)]
+    assert rates == pytest.approx([176e9, 332e9, 332e9])
+    assert Policy(comm_sms=66).copy_rate(H200) == pytest.approx(66 * 44e9 * 2 / 32)
 
 
 def test_push_hides_the_combine_that_pull_leaves_at_the_end() -> None:

@@ -83,9 +83,10 @@ def write_files(
     command = command_line(planned, LAYOUT_NAME, version=installed_version())
     title = f"{config.name} on {job.cluster.domains} {job.cluster.noun}(s) of {job.cluster.gpu.title}: "
     place = placement(job, plan.candidate)
+    arguments = _args_text(command.flags, command.notes, yaml_path.name)
     texts = [
-        _args_text(command.flags, command.notes, yaml_path.name),
-        _sbatch_text(config, job, plan),
+        arguments,
+        _sbatch_text(config, job, plan, arguments),
         rack_svg(place, ep=plan.candidate.ep, pp=plan.candidate.pp, title=title + plan.candidate.label()),
         json.dumps(as_data(search, [plan]), indent=2) + "\n",
     ]
@@ -102,13 +103,13 @@ def _config_text(config_name: str, job: Job, plan: Plan) -> str:
 
 
 def _args_text(flags: tuple[tuple[str, tuple[str, ...]], ...], notes: tuple[str, ...], source: str) -> str:
-    lines = [f"# Megatron arguments of {source}; as `mok-megatron args {source}` prints them. To be sourced by bash."]
+    lines = [f"# Megatron arguments of {source}; as `mok-megatron args {source}` prints them."]
     lines += [f"# note: {note}" for note in notes]
     body = [" ".join([f"  --{flag}", *map(shlex.quote, values)]) for flag, values in flags]
     return "\n".join([*lines, "MEGATRON_ARGS=(", *body, ")"]) + "\n"
 
 
-def _sbatch_text(config: ModelConfig, job: Job, plan: Plan) -> str:
+def _sbatch_text(config: ModelConfig, job: Job, plan: Plan, arguments: str) -> str:
     """One task per GPU; Slurm's block distribution gives consecutive ranks to a node, as Megatron's EP groups need."""
     gpu, c = job.cluster.gpu, plan.candidate
     place = placement(job, c)
@@ -127,21 +128,21 @@ def _sbatch_text(config: ModelConfig, job: Job, plan: Plan) -> str:
         f"#SBATCH --job-name={config.name}-mok",
         f"#SBATCH --nodes={nodes}",
         *segment,
+        f"#SBATCH --ntasks={c.world}",
         f"#SBATCH --ntasks-per-node={gpu.node_gpus}",
         f"#SBATCH --gpus-per-node={gpu.node_gpus}",
         "#SBATCH --exclusive",
         "set -euo pipefail",
         "",
         ': "${PRETRAIN:?set PRETRAIN to the path of pretrain_gpt.py}"',
-        'FOLDER="${SLURM_SUBMIT_DIR:-.}"',
-        'source "$FOLDER/megatron_args.sh"',
         "",
+        arguments,
         'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500} WORLD_SIZE=$SLURM_NTASKS",
+        f"export MASTER_ADDR MASTER_PORT=${{MASTER_PORT:-29500}} WORLD_SIZE={c.world}",
         *(connections if not gpu.is_rack and gpu.arch == "sm90a" and c.tp * c.cp > 1 else []),
         "",
         "# Checks versions, GPUs and NVLink before anything is loaded.",
-        "srun --ntasks-per-node=1 mok-megatron doctor",
+        f"srun --ntasks={nodes} --ntasks-per-node=1 mok-megatron doctor",
         "srun --distribution=block --kill-on-bad-exit=1 bash -c \\",
         '  \'RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID exec python "$0" "$@"\' \\',
         '  "$PRETRAIN" "${MEGATRON_ARGS[@]}" "$@"',
