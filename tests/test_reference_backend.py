@@ -232,6 +232,28 @@ def test_weight_gradients_accumulate_or_overwrite(accumulate_dtype: torch.dtype)
         assert relative_error(added, fresh.float() + 0.5) < (1e-6 if accumulate_dtype == torch.float32 else 1e-2)
 
 
+def test_weight_gradients_of_a_bf16_layer_are_summed_in_fp32() -> None:
+    """Equal rows: 32 times the rows give 32 times the gradient, to fp32 precision; bf16 sums would drift."""
+
+    def grads(tokens: int) -> list[torch.Tensor]:
+        inputs = make_inputs(replace(CASES["w1_one_expert_in_all"], tokens=(32,)), dtype=torch.bfloat16)
+        x, dy, probs, routing_map = (
+            t[:1].repeat(tokens, 1) for t in (inputs.x, inputs.dy, inputs.probs, inputs.routing_map)
+        )
+        backend = make_backend(inputs)
+        w1, w2 = list(inputs.w1), list(inputs.w2)
+        schedule = backend.build_schedule(x, probs, routing_map, layer=1)
+        _, saved = backend.forward(x, schedule, w1, w2, save=True, layer=1)
+        assert saved is not None
+        sinks = [torch.zeros(w.shape[1:]) for w in (inputs.w1, inputs.w2)]
+        weight_grads = WeightGrads(w1=sinks[:1], w2=sinks[1:], accumulate=True)
+        backend.backward(dy, saved, w1, w2, weight_grads, needs_dx=False, layer=1)
+        return sinks
+
+    for few, many in zip(grads(32), grads(1024), strict=True):
+        assert relative_error(many, 32 * few) < 1e-6
+
+
 @pytest.mark.parametrize("weighted", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_combine_sums_in_fp32_by_ascending_expert_and_rounds_once(dtype: torch.dtype, weighted: bool) -> None:
