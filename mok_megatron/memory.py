@@ -28,9 +28,6 @@ COUNTER_WORDS = 128
 RING_MARGIN = 1.25
 """Default capacity over the expected rows. A fuller rank still works: it passes through the ring more than once."""
 
-FLAG_WORDS_PER_PEER = 32
-"""32-bit words of the epoch flags per peer: one 128-byte line, so that peers never share a line."""
-
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 _BF16 = 2
@@ -138,38 +135,35 @@ def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[B
     return tuple(Buffer(name=n, shape=size, element_bytes=b) for n, size, b in sizes)
 
 
-def workspace_buffers(
-    shape: MoeShape, max_tokens: int, ring_rows: int, dtype: str = "bf16", *, save_x: bool = True
-) -> tuple[Buffer, ...]:
-    """Every buffer of the workspace of one rank, forward and backward sharing what they can.
+def backward_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> tuple[Buffer, ...]:
+    """What backward needs beside forward's buffers.
 
-    Backward pulls dY through ``x`` and gathers it into ``x_rows``, and returns dX through ``y_rows``. Without
-    ``save_x`` it needs x and dY at once, hence a second copy of both.
+    It uses those again: dY through ``x`` and ``x_rows``, dX through ``y_rows``, the weighted h through ``h``. Without
+    ``save_x`` x and dY are needed at once, hence a second pair.
     """
-    size = dtype_bytes(dtype)
-    _require("max_tokens", max_tokens, 0)
-    _require("ring_rows", ring_rows, 1)
-    slots = max_tokens * shape.top_k
-    inputs = 1 if save_x else 2
-    return (
-        Buffer(name="x", shape=(inputs, max_tokens, shape.hidden), element_bytes=size, symmetric=True),
-        Buffer(name="y_rows", shape=(ring_rows, shape.hidden), element_bytes=size, symmetric=True),
+    copied = max_tokens if shape.ep_size > 1 else 0
+    needed = [
         Buffer(name="d_weight_rows", shape=(ring_rows,), element_bytes=_FP32, symmetric=True),
-        Buffer(name="expert_counts", shape=(shape.num_experts,), element_bytes=_INT32, symmetric=True),
-        Buffer(name="sorted_slots", shape=(slots,), element_bytes=_INT32, symmetric=True),
-        Buffer(name="slot_weights", shape=(slots,), element_bytes=_FP32, symmetric=True),
-        Buffer(name="flags", shape=(shape.ep_size, FLAG_WORDS_PER_PEER), element_bytes=_INT32, symmetric=True),
-        Buffer(name="x_rows", shape=(inputs, ring_rows, shape.hidden), element_bytes=size),
-        Buffer(name="h", shape=(ring_rows, shape.intermediate), element_bytes=size),
-        Buffer(name="d_gate_up", shape=(ring_rows, 2 * shape.intermediate), element_bytes=size),
+        Buffer(name="d_gate_up", shape=(ring_rows, 2 * shape.intermediate), element_bytes=_BF16),
+    ]
+    if not save_x:
+        needed.append(Buffer(name="dy", shape=(copied, shape.hidden), element_bytes=_BF16, symmetric=True))
+        needed.append(Buffer(name="dy_rows", shape=(ring_rows, shape.hidden), element_bytes=_BF16))
+    return tuple(needed)
+
+
+def workspace_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> tuple[Buffer, ...]:
+    """Every buffer of the CUDA backend's workspace on one rank (bf16), forward and backward."""
+    return (
+        *symmetric_buffers(shape, max_tokens, ring_rows),
+        *scratch_buffers(shape, max_tokens, ring_rows),
+        *backward_buffers(shape, max_tokens, ring_rows, save_x=save_x),
     )
 
 
-def workspace_bytes(
-    shape: MoeShape, max_tokens: int, ring_rows: int, dtype: str = "bf16", *, save_x: bool = True
-) -> int:
+def workspace_bytes(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> int:
     """Bytes of the whole workspace of one rank: symmetric and local buffers, for up to ``max_tokens`` tokens."""
-    return sum(buffer.bytes for buffer in workspace_buffers(shape, max_tokens, ring_rows, dtype, save_x=save_x))
+    return sum(buffer.bytes for buffer in workspace_buffers(shape, max_tokens, ring_rows, save_x=save_x))
 
 
 def saved_buffers(
@@ -227,17 +221,15 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def describe_workspace(
-    shape: MoeShape, max_tokens: int, ring_rows: int, dtype: str = "bf16", *, save_x: bool = True
-) -> str:
+def describe_workspace(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> str:
     """One line for the log at model build: total, the symmetric part and the largest buffers."""
-    buffers = workspace_buffers(shape, max_tokens, ring_rows, dtype, save_x=save_x)
+    buffers = workspace_buffers(shape, max_tokens, ring_rows, save_x=save_x)
     symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
     total = sum(buffer.bytes for buffer in buffers)
     largest = sorted(buffers, key=lambda buffer: buffer.bytes, reverse=True)[:4]
     parts = ", ".join(f"{buffer.name} {format_bytes(buffer.bytes)}" for buffer in largest)
     return (
         f"workspace {format_bytes(total)} per rank ({format_bytes(symmetric)} symmetric) for T<={max_tokens}, "
-        f"H={shape.hidden}, I={shape.intermediate}, K={shape.top_k}, W={shape.ep_size}, ring {ring_rows} rows, "
-        f"{dtype}: {parts}"
+        f"H={shape.hidden}, I={shape.intermediate}, K={shape.top_k}, W={shape.ep_size}, ring {ring_rows} rows: "
+        f"{parts}"
     )
