@@ -90,6 +90,9 @@ __device__ __forceinline__ void wait_barrier(uint64_t* barrier, uint32_t parity)
   while (!ptx::mbarrier_try_wait_parity(ptx::sem_acquire, ptx::scope_cta, barrier, parity)) {
   }
 }
+__device__ __forceinline__ bool barrier_passed(uint64_t* barrier, uint32_t parity) {
+  return ptx::mbarrier_test_wait_parity(ptx::sem_acquire, ptx::scope_cta, barrier, parity);
+}
 __device__ __forceinline__ void arrive_local(uint64_t* barrier) {
   ptx::mbarrier_arrive(ptx::sem_release, ptx::scope_cta, ptx::space_shared, barrier);
 }

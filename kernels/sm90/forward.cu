@@ -118,6 +118,8 @@ __device__ __forceinline__ void consume(const Context& c) {
   uint64_t* peer_empty = cooperative_groups::this_cluster().map_shared_rank(c.s.empty, c.cta ^ 1);
   const SwiGlu activation{p.clamp, p.linear_offset};
   for (;;) {
+    // Whoever has to wait first reports its last tile: what it waits for may depend on that.
+    if (!reader.ready()) stager.report();
     const TileSlot tile = reader.read();
     __syncwarp();
     reader.release(tile, threadIdx.x % 32 == 0);

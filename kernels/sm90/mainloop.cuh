@@ -76,6 +76,7 @@ struct SlotReader {
   __device__ explicit SlotReader(SharedStorage& storage)
       : s(storage), tile_empty(cooperative_groups::this_cluster().map_shared_rank(storage.tile_empty, 0)) {}
 
+  __device__ __forceinline__ bool ready() const { return barrier_passed(&s.tile_full[cursor.slot], cursor.parity); }
   __device__ __forceinline__ TileSlot read() {
     wait_barrier(&s.tile_full[cursor.slot], cursor.parity);
     const int4 word = *reinterpret_cast<const int4*>(&s.slots[cursor.slot]);
@@ -184,7 +185,7 @@ __device__ __forceinline__ void multiply_stage(SharedStorage& s, int32_t group, 
 
 // acc = rows[64, depth] weights[256, depth]^T of this warpgroup's half of the tile. The first stage is peeled: only
 // with a constant "replace" does the compiler see that the accumulators of the last tile are dead. `meanwhile` is
-// called once, a few stages in or at the end.
+// called at least once: a few stages in, at the end, or before the tile's first data has come, for which it may be needed.
 template <class Meanwhile>
 __device__ __forceinline__ void multiply_tile(SharedStorage& s, int32_t group, int32_t depth, uint64_t* peer_empty,
                                               RingCursor<kStages>& stage, Accumulators& acc, Meanwhile meanwhile) {
@@ -194,6 +195,7 @@ __device__ __forceinline__ void multiply_tile(SharedStorage& s, int32_t group, i
     if (thread == 0) arrive_local(&s.empty[slot]);
     if (thread == 32) arrive_cluster(peer_empty + slot);
   };
+  if (!barrier_passed(&s.full[stage.slot], stage.parity)) meanwhile();
   multiply_stage<true>(s, group, stage, acc);
   int32_t previous = stage.slot;
   stage.advance();

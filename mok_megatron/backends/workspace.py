@@ -21,12 +21,15 @@ from mok_megatron.config import MoeShape
 ALIGNMENT = 1024
 """Bytes: what tensor maps and 16-byte vectors need, and whole cache lines for flags."""
 
+GUARD = 1024
+"""Bytes left behind every buffer. Nothing writes them: tests fill them and look whether they stayed."""
+
 
 def _offsets(buffers: tuple[memory.Buffer, ...]) -> tuple[dict[str, int], int]:
     offsets, end = {}, 0
     for buffer in buffers:
         offsets[buffer.name] = end
-        end += -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
+        end += -(-buffer.bytes // ALIGNMENT) * ALIGNMENT + GUARD
     return offsets, end
 
 
@@ -52,6 +55,7 @@ class Workspace:
         base: address of this rank's symmetric allocation.
         peers: int64 ``[W]`` on the device, base addresses by rank.
         scratch: addresses of the local buffers by name (memory.scratch_buffers).
+        symmetric_bytes, scratch_bytes: the two allocations, uint8.
         record: int32 ``[8]`` in pinned memory: the kernels' ``FailRecord``.
     """
 
@@ -60,10 +64,11 @@ class Workspace:
         self.sizes, self.rank, self.layout = sizes, rank, sizes.layout()
         self.base = peers[rank]
         self.peers = torch.tensor(peers, dtype=torch.int64).to(device)
-        self._keep = (symmetric, keep)
+        self._keep = keep
+        self.symmetric_bytes = symmetric
         offsets, end = _offsets(memory.scratch_buffers(sizes.shape, sizes.max_tokens, sizes.ring_rows))
-        self._scratch = torch.zeros(end, dtype=torch.uint8, device=device)
-        self.scratch = {name: self._scratch.data_ptr() + offset for name, offset in offsets.items()}
+        self.scratch_bytes = torch.zeros(end, dtype=torch.uint8, device=device)
+        self.scratch = {name: self.scratch_bytes.data_ptr() + offset for name, offset in offsets.items()}
         self.record = torch.zeros(8, dtype=torch.int32).pin_memory()
 
     @classmethod

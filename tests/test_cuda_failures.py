@@ -1,0 +1,107 @@
+"""What a failing kernel leads to: one message, a non-zero exit. Each case is a process of its own, which ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[1]
+EXIT_CODE = 70
+
+PREAMBLE = """
+import torch
+from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
+from mok_megatron.config import MoeShape, MokConfig
+device = torch.device("cuda", 0)
+def ranks(world, limit=2.0, rows=None, tokens=64):
+    shape = MoeShape(hidden=64, intermediate=64, num_experts=8, top_k=2, ep_size=world)
+    assert cuda_unavailable_reason(device, shape, torch.bfloat16) is None
+    config = MokConfig(time_limit_s=limit, ring_rows=rows)
+    return CudaBackend.virtual_ranks(shape, config, device, max_tokens=tokens)
+x = torch.randn(64, 64, device=device).bfloat16()
+probs = torch.rand(64, 8, device=device)
+routing = torch.zeros(64, 8, dtype=torch.bool, device=device)
+routing[:, :2] = True
+w1 = [torch.randn(128, 64, device=device).bfloat16() for _ in range(8)]
+w2 = [torch.randn(64, 64, device=device).bfloat16() for _ in range(8)]
+def call(backend, local):
+    schedule = backend.build_schedule(x, probs, routing, layer=5)
+    return backend.forward(x, schedule, w1[:local], w2[:local], save=True, layer=5)
+"""
+
+
+def _end(body: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", PREAMBLE + body], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    return done.returncode, done.stderr
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    code, message = _end("backend = ranks(2)[0]\ncall(backend, 4)\ntorch.cuda.synchronize()\n")
+    assert code != 0
+    assert (
+        "mok_megatron: layer 5, phase counts, rank 0 of the expert-parallel group: waited longer than the time limit "
+        "for rank 1 (item 0, wanted 1, seen 0)" in message
+    )
+
+
+def test_a_late_rank_is_waited_for_within_the_limit() -> None:
+    body = """
+backends = ranks(2, limit=20.0)
+streams = [torch.cuda.Stream() for _ in backends]
+for backend in backends:
+    backend.prepare(w1[:4], w2[:4])
+torch.cuda.synchronize()
+with torch.cuda.stream(streams[1]):
+    torch.cuda._sleep(3_000_000_000)
+for stream, backend in zip(streams, backends):
+    with torch.cuda.stream(stream):
+        y, _ = call(backend, 4)
+torch.cuda.synchronize()
+assert bool(torch.isfinite(y).all())
+"""
+    code, message = _end(body)
+    assert code == 0, message
+
+
+def test_rows_beyond_the_capacity_are_an_error_that_says_by_how_much() -> None:
+    code, message = _end("call(ranks(1, rows=128)[0], 8)\ntorch.cuda.synchronize()\n")
+    assert code != 0
+    assert "256 routed rows exceed the 128 of the routed buffers by 128" in message
+    assert "--mok-ring-rows) to at least 256" in message
+
+
+def test_exactly_the_capacity_is_enough() -> None:
+    code, message = _end("call(ranks(1, rows=256)[0], 8)\ntorch.cuda.synchronize()\n")
+    assert code == 0, message
+
+
+def test_a_row_with_too_many_experts_is_named() -> None:
+    code, message = _end("routing[17, 3] = True\ncall(ranks(1)[0], 8)\ntorch.cuda.synchronize()\n")
+    assert code != 0
+    assert "token 17 is routed to 3 experts, more than top_k=2" in message
+
+
+def test_the_next_call_raises_when_the_process_still_lives() -> None:
+    body = """
+import mok_megatron.backends.failures as failures
+failures._GRACE_S = 60.0
+backend = ranks(1, rows=128)[0]
+import time
+try:
+    for _ in range(2):
+        call(backend, 8)
+        time.sleep(2)
+except RuntimeError as error:
+    assert "256 routed rows exceed" in str(error), error
+    import os
+    os._exit(7)
+"""
+    code, message = _end(body)
+    assert code == 7, message

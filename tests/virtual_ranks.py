@@ -1,0 +1,148 @@
+"""W virtual ranks of the CUDA backend on one GPU, each on a stream of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Ranks wait for each other, so no stream may queue behind another; CUDA reads this when it starts.
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"
+
+import torch
+from torch import Tensor
+
+from mok_megatron import memory
+from mok_megatron.backends import workspace as workspaces
+from mok_megatron.backends.base import Saved
+from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
+from mok_megatron.backends.workspace import Workspace
+from mok_megatron.config import Activation, MoeShape, MokConfig
+from mok_megatron.schedule import Schedule
+
+DEVICE = torch.device("cuda", 0)
+CANARY = 0xA5
+
+DATA_BUFFERS = ("row_source", "slot_dst_rank", "slot_dst_row", "y_rows", "x")
+DATA_SCRATCH = ("h", "x_rows", "block_counts", "route_base", "token_order")
+"""Buffers that hold no state between calls, so a call must not read what an earlier one left there."""
+
+
+@dataclass(frozen=True)
+class RankOutput:
+    """What one rank's forward gave."""
+
+    y: Tensor
+    schedule: Schedule
+    saved: Saved | None
+
+
+class VirtualRanks:
+    """All ranks of a layer in this process. ``tokens`` are the largest numbers per rank."""
+
+    def __init__(
+        self,
+        *,
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        tokens: Sequence[int],
+        activation: Activation = Activation(),  # noqa: B008
+        ring_rows: int | None = None,
+        **options: object,
+    ) -> None:
+        self.tokens = tuple(tokens)
+        shape = MoeShape(
+            hidden=hidden,
+            intermediate=intermediate,
+            num_experts=num_experts,
+            top_k=top_k,
+            ep_size=len(self.tokens),
+            activation=activation,
+        )
+        reason = cuda_unavailable_reason(DEVICE, shape, torch.bfloat16)
+        assert reason is None, reason
+        max_tokens = max(self.tokens)
+        rows = max(memory.worst_case_rows(shape, max_tokens), 128) if ring_rows is None else ring_rows
+        config = MokConfig(time_limit_s=20.0, ring_rows=rows, **options)  # type: ignore[arg-type]
+        self.shape = shape
+        self.backends = CudaBackend.virtual_ranks(shape, config, DEVICE, max_tokens=max_tokens)
+        self.streams = [torch.cuda.Stream() for _ in self.backends]
+        # A kernel of torch that is loaded at its first launch could wait for ranks that wait for it.
+        torch.cuda._sleep(1)
+        for dtype in (torch.bfloat16, torch.float32, torch.int32):
+            torch.empty(8, dtype=dtype, device=DEVICE).contiguous()
+
+    def spaces(self) -> list[Workspace]:
+        """The workspaces, in rank order."""
+        return [backend.workspace for backend in self.backends if backend.workspace is not None]
+
+    def poison(self) -> None:
+        """NaN (all bits set) into every buffer that carries nothing from call to call, canaries behind every buffer."""
+        for space in self.spaces():
+            sizes = (space.sizes.shape, space.sizes.max_tokens, space.sizes.ring_rows)
+            for memory_bytes, buffers, data in (
+                (space.symmetric_bytes, memory.symmetric_buffers(*sizes), DATA_BUFFERS),
+                (space.scratch_bytes, memory.scratch_buffers(*sizes), DATA_SCRATCH),
+            ):
+                for buffer, (first, last) in _spans(buffers):
+                    if buffer.name in data:
+                        memory_bytes[first : first + buffer.bytes] = 0xFF
+                    memory_bytes[first + buffer.bytes : last] = CANARY
+
+    def check_canaries(self) -> None:
+        """Assert that nothing was written behind any buffer."""
+        for space in self.spaces():
+            sizes = (space.sizes.shape, space.sizes.max_tokens, space.sizes.ring_rows)
+            for memory_bytes, buffers in (
+                (space.symmetric_bytes, memory.symmetric_buffers(*sizes)),
+                (space.scratch_bytes, memory.scratch_buffers(*sizes)),
+            ):
+                for buffer, (first, last) in _spans(buffers):
+                    guard = memory_bytes[first + buffer.bytes : last]
+                    assert bool((guard == CANARY).all()), f"rank {space.rank}: written behind {buffer.name}"
+
+    def forward(
+        self,
+        x: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        *,
+        save: bool = True,
+        delays: Sequence[int] | None = None,
+        tokens: Sequence[int] | None = None,
+    ) -> list[RankOutput]:
+        """Every rank's share of the global batch ``x [sum T, H]``; ``delays`` are cycles each rank's stream sleeps."""
+        counts, local = list(tokens or self.tokens), self.shape.experts_per_rank
+        parts = [list(tensor.split(counts)) for tensor in (x, probs, routing_map)]
+        weights = [
+            (list(w1[rank * local : (rank + 1) * local]), list(w2[rank * local : (rank + 1) * local]))
+            for rank in range(len(counts))
+        ]
+        for backend, (first, second) in zip(self.backends, weights, strict=True):
+            backend.prepare(first, second)
+        outputs: list[RankOutput] = []
+        torch.cuda.synchronize()
+        for rank, backend in enumerate(self.backends):
+            with torch.cuda.stream(self.streams[rank]):
+                if delays is not None:
+                    torch.cuda._sleep(delays[rank])
+                schedule = backend.build_schedule(parts[0][rank], parts[1][rank], parts[2][rank], layer=1)
+                y, saved = backend.forward(parts[0][rank], schedule, *weights[rank], save=save, layer=1)
+            outputs.append(RankOutput(y, schedule, saved))
+        torch.cuda.synchronize()
+        return outputs
+
+    def close(self) -> None:
+        """Free the workspaces."""
+        for backend in self.backends:
+            backend.close()
+
+
+def _spans(buffers: tuple[memory.Buffer, ...]) -> list[tuple[memory.Buffer, tuple[int, int]]]:
+    offsets, end = workspaces._offsets(buffers)
+    starts = list(offsets.values())
+    return [(buffer, span) for buffer, span in zip(buffers, zip(starts, [*starts[1:], end], strict=True), strict=True)]
