@@ -98,7 +98,7 @@ class Mover:
         return rows
 
     def collect(self, rows: Tensor) -> Tensor:
-        """``[R, ...]`` at the experts -> ``[routes + 1, ...]`` at the sources, by ``slot_position``; then a row of 0."""
+        """``[R, ...]`` at the experts -> ``[routes + 1, ...]`` at the sources, by ``slot_position``; then a 0 row."""
         plan = self._plan
         returned = self._exchange(rows[plan.route_rows], plan.routes_held, plan.routes_out)
         return torch.cat([returned, returned.new_zeros(1, *returned.shape[1:])])
