@@ -174,21 +174,18 @@ def saved_buffers(
     *,
     recompute: bool = False,
     save_x: bool = True,
-    block_rows: int = BLOCK_ROWS,
 ) -> tuple[Buffer, ...]:
     """What one layer call keeps for its backward: the contents of ``backends.base.Saved``.
 
-    Row tables have the worst case's length, since the host never learns R. ``gate_up`` and ``x_rows`` hold the rows of
-    the ring's first pass; later ones are replayed in backward.
+    Row tables, ``gate_up`` and ``x_rows`` have the ring's length, since the host never learns R.
     """
     size = dtype_bytes(dtype)
     _require("tokens", tokens, 0)
     _require("ring_rows", ring_rows, 1)
-    rows = worst_case_rows(shape, tokens, block_rows)
     kept = [
         Buffer(name="x", shape=(tokens, shape.hidden), element_bytes=size),
         Buffer(name="slot_tables", shape=(4, tokens, shape.top_k), element_bytes=_INT32),
-        Buffer(name="row_tables", shape=(2, rows), element_bytes=_INT32),
+        Buffer(name="row_tables", shape=(2, ring_rows), element_bytes=_INT32),
         Buffer(name="expert_first_row", shape=(shape.experts_per_rank + 1,), element_bytes=_INT32),
     ]
     if not recompute:
@@ -206,10 +203,9 @@ def saved_bytes(
     *,
     recompute: bool = False,
     save_x: bool = True,
-    block_rows: int = BLOCK_ROWS,
 ) -> int:
     """Bytes that one layer call of ``tokens`` tokens keeps until its backward."""
-    buffers = saved_buffers(shape, tokens, ring_rows, dtype, recompute=recompute, save_x=save_x, block_rows=block_rows)
+    buffers = saved_buffers(shape, tokens, ring_rows, dtype, recompute=recompute, save_x=save_x)
     return sum(buffer.bytes for buffer in buffers)
 
 

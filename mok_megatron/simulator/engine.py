@@ -149,7 +149,7 @@ class _RankRun:
         self.overhead, self.rate, self.slow = machine.tile_overhead_s, rate, slow
         fc1_columns = -(-shape.intermediate // FC1_TILE_COLUMNS)
         lag = fc2_lag(
-            float(traffic.rows[rank]) / shape.experts_per_rank,
+            traffic.tokens * shape.ep_size * shape.top_k / shape.num_experts,
             fc1_columns=fc1_columns,
             clusters=machine.sms // 2,
             experts=shape.experts_per_rank,

@@ -77,7 +77,7 @@ class Machine:
             copy_per_sm=gpu.copy_per_sm,
             local_copy=0.5 * gpu.hbm_bandwidth,
             latency_s=gpu.flag_latency_s,
-            basis=gpu.basis + "; kernel speed assumed equal to a large GEMM's, not calibrated",
+            basis=gpu.basis + "; kernel speed assumed equal to a large GEMM's; not calibrated, error unknown",
         )
 
     def with_(self, **changes: float | str) -> Machine:
