@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import logging
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -91,6 +92,10 @@ def common_args(machine: Machine, corpus: Path, iterations: int) -> list[str]:
     return [*model, *schedule, *data, *log, *machine.args]
 
 
+_ERROR = re.compile(r"^(\[rank\d+\]: )?(?!.*ChildFailedError)(\w+\.)*\w*(Error|Exception): |^\S+: error: ")
+"""The last line of a traceback, with torchrun's prefix or without, or a refused command line."""
+
+
 class RunFailedError(Exception):
     """A training ended with an error; the message says where its log is."""
 
@@ -153,10 +158,10 @@ def _show(name: str, iteration: int, points: dict[int, curves.Point]) -> None:
 
 
 def _failure(name: str, code: int, log: Path, seconds: float) -> str:
-    """What to tell about a failed run: the first error in its log, or the log's end."""
+    """What to tell about a failed run: the first error in its log with what led to it, or the log's end."""
     lines = log.read_text(encoding="utf-8").splitlines()
-    first = next((i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line), len(lines) - 15)
-    shown = "\n".join(f"  | {line}" for line in lines[max(first, 0) : max(first, 0) + 30])
+    error = next((i for i, line in enumerate(lines) if _ERROR.search(line)), len(lines) - 1)
+    shown = "\n".join(f"  | {line}" for line in lines[max(error - 12, 0) : error + 3])
     limit = f" (limit {RUN_LIMIT_S:.0f} s)" if seconds >= RUN_LIMIT_S else ""
     return f"the run '{name}' ended with code {code} after {seconds:.0f} s{limit}; from its log {log}:\n{shown}"
 
@@ -220,25 +225,28 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_args()
-    folder: Path = options.folder.resolve()
-    started = time.monotonic()
-    machine = find_machine()
-    print(f"quickstart on {machine.what}, {machine.precision}, {options.iterations} iterations a run")
-    shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # of an earlier quickstart
-    corpus = folder / "corpus"
-    with _without_import_warnings():
-        facts = prepare_corpus.prepare(corpus)
-    print(f"corpus: {facts['documents']} documents, {facts['tokens']} bytes of Python {facts['python']}'s own text")
     try:
-        args = common_args(machine, corpus, options.iterations)
-        runs = run_all(machine, folder, args, options.iterations)
-    except RunFailedError as failure:
+        return quickstart(options.folder.resolve(), options.iterations)
+    except (RunFailedError, OSError, ValueError) as failure:
         print(f"\nquickstart: FAILED: {failure}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nquickstart: interrupted", file=sys.stderr)
         return 130
-    passed = report(machine, folder, runs, options.iterations)
+
+
+def quickstart(folder: Path, iterations: int) -> int:
+    """Everything, with results in ``folder``; returns the exit code. Raises RunFailedError, OSError or ValueError."""
+    started = time.monotonic()
+    machine = find_machine()
+    print(f"quickstart on {machine.what}, {machine.precision}, {iterations} iterations a run")
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)  # of an earlier quickstart
+    corpus = folder / "corpus"
+    with _without_import_warnings():
+        facts = prepare_corpus.prepare(corpus)
+    print(f"corpus: {facts['documents']} documents, {facts['tokens']} bytes of Python {facts['python']}'s own text")
+    runs = run_all(machine, folder, common_args(machine, corpus, iterations), iterations)
+    passed = report(machine, folder, runs, iterations)
     print(f"quickstart: {'PASSED' if passed else 'FAILED'} in {time.monotonic() - started:.0f} s")
     return 0 if passed else 1
 

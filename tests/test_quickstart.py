@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +60,43 @@ def test_differences(changed: dict[int, float], agrees: bool) -> None:
 def test_curves_that_cannot_be_compared_are_refused(other: dict[int, Point]) -> None:
     with pytest.raises(ValueError, match="no comparison"):
         curves.compare("a", other, curve([3.0]), LIMITS)
+
+
+@pytest.fixture
+def quickstart(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The script as a module, as it finds its neighbours when it is run."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    return importlib.import_module("quickstart")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "processes", "layout", "precision"),
+    [(0, 2, "ep2", "fp32"), (1, 1, "single", "bf16"), (2, 2, "ep2", "bf16"), (8, 2, "ep2", "bf16")],
+)
+def test_uses_what_the_machine_has(
+    quickstart: Any, monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int, layout: str, precision: str
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "some GPU")
+    machine = quickstart.find_machine()
+    assert (machine.processes, machine.layout, machine.precision) == (processes, layout, precision)
+    assert ("tests.megatron_cpu" in machine.module) is (gpus == 0)
+    args = quickstart.common_args(machine, Path("text"), 20)
+    assert args[args.index("--expert-model-parallel-size") + 1] == str(processes)
+
+
+@pytest.mark.parametrize(
+    "error",
+    ["[rank1]: ValueError: top_k=9 exceeds 8", "pretrain_gpt.py: error: invalid choice: 'mok'", "a.b.CError: x"],
+)
+def test_failure_shows_the_first_error_of_the_log(quickstart: Any, tmp_path: Path, error: str) -> None:
+    log = tmp_path / "mok.log"
+    later = ["torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", "OtherError: later"]
+    log.write_text("\n".join(["torchrun", *["noise"] * 50, error, *["noise"] * 50, *later]))
+    message = quickstart._failure("mok", 1, log, 3.0)
+    assert error in message and str(log) in message and "later" not in message
 
 
 def _quickstart(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
