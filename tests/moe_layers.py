@@ -17,7 +17,7 @@ _BASE: dict[str, Any] = {
     "num_layers": 1,
     "hidden_size": HIDDEN,
     "num_attention_heads": 4,
-    "ffn_hidden_size": INTERMEDIATE,
+    "ffn_hidden_size": 40,  # another size than the experts', so that SequentialMLP copies the config
     "moe_ffn_hidden_size": INTERMEDIATE,
     "num_moe_experts": EXPERTS,
     "moe_router_topk": TOP_K,

@@ -189,7 +189,13 @@ def _refused_at_construction() -> None:
         moe_layers.build()
     global_vars._GLOBAL_ARGS = None
 
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+
     config = moe_layers.make_config()
+    with pytest.raises(Exception, match="None"):
+        MoELayer(config, submodules=None)  # ends inside the base class, which builds itself as allgather
+    assert config.moe_token_dispatcher_type == "mok"
+
     config.add_bias_linear = True  # after the config was made
     with pytest.raises(ValueError, match="does not support add_bias_linear=True"):
         moe_layers.build_layer(config)
