@@ -90,6 +90,8 @@ class MokConfig:
         recompute: keep nothing per routed row for backward and rebuild gate and up there.
         save_x: keep the dispatched rows ``[R, H]`` for backward instead of pulling them again.
         time_limit_s: seconds a rank waits for a peer before every rank ends with an error.
+        max_tokens: most tokens T of a rank in one call, which the workspace is made for; None takes what Megatron's
+            training arguments say, or else what the first call brings.
     """
 
     backend: BackendName = "auto"
@@ -98,6 +100,7 @@ class MokConfig:
     recompute: bool = False
     save_x: bool = True
     time_limit_s: float = 900.0
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -106,7 +109,7 @@ class MokConfig:
         """Raise ValueError, naming option and value, for an option out of range."""
         if self.backend not in get_args(BackendName):
             raise ValueError(f"backend must be one of {', '.join(get_args(BackendName))}, got {self.backend!r}")
-        for name in ("comm_sms", "ring_rows"):
+        for name in ("comm_sms", "ring_rows", "max_tokens"):
             if getattr(self, name) is not None:
                 _require_int(name, getattr(self, name), 1)
         for name in ("recompute", "save_x"):

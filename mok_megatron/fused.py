@@ -34,8 +34,12 @@ class FusedExperts:
         options: MokConfig,
         fuse_grad_accumulation: bool,
         layer_number: int | None,
+        max_tokens: int | None = None,
     ) -> None:
         """Creates or joins the group's backend: collective over ``group``, at model build.
+
+        ``max_tokens`` is the most tokens per rank that a call will bring, the same number on all ranks; None where that
+        is not known.
 
         Raises ValueError when the weights are not the shape's, or the backend cannot run the layer.
         """
@@ -46,6 +50,7 @@ class FusedExperts:
         self.options = options
         self.fuse_grad_accumulation = fuse_grad_accumulation
         self.layer_number = layer_number
+        self.max_tokens = max_tokens
         self._used = False
         self._check_weights()
         self.device = _device(experts, group)
@@ -87,7 +92,10 @@ class FusedExperts:
         )
 
     def _join_backend(self) -> Backend:
-        return shared_backend(self.shape, self.options, self.group, self.device, self.dtype)
+        backend = shared_backend(self.shape, self.options, self.group, self.device, self.dtype)
+        if self.max_tokens is not None:
+            backend.reserve(self.max_tokens)
+        return backend
 
     def _check_weights(self) -> None:
         shape = self.shape

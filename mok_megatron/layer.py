@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from torch import Tensor
 
 from mok_megatron import compat, options, refusals
-from mok_megatron.config import Activation, MoeShape
+from mok_megatron.config import Activation, MoeShape, MokConfig
 from mok_megatron.fused import FusedExperts
 
 TYPE_FIELD = "moe_token_dispatcher_type"
@@ -88,6 +88,7 @@ class MokMoELayer(moe_layer.MoELayer):
             options=backend_options,
             fuse_grad_accumulation=config.gradient_accumulation_fusion,
             layer_number=self.layer_number,
+            max_tokens=_most_tokens(config, backend_options),
         )
         if self.fused_experts.backend.name == "reference" and refusals.captures_experts(config):
             raise ValueError(
@@ -126,10 +127,28 @@ def _moe_shape(config: Any, pg_collection: Any) -> MoeShape:
     )
 
 
+def _training_arguments() -> Any:
+    """Megatron's parsed command line where ``megatron.training`` runs the model, else None."""
+    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+
+
+def _most_tokens(config: Any, backend_options: MokConfig) -> int | None:
+    """T of the largest call: the option, or else what a microbatch leaves on a rank; None where neither is known."""
+    if backend_options.max_tokens is not None:
+        return backend_options.max_tokens
+    arguments = _training_arguments()
+    sequences = [getattr(arguments, name, None) or 0 for name in ("micro_batch_size", "eval_micro_batch_size")]
+    length = getattr(arguments, "seq_length", None) or 0
+    per_context_rank = -(-max(sequences) * length // config.context_parallel_size)
+    # Packed sequences that are spread over a varying number of ranks are bounded by this.
+    per_context_rank = max(per_context_rank, getattr(config, "max_seqlen_per_dp_cp_rank", None) or 0)
+    tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
+    return -(-per_context_rank // tensor_ranks) or None
+
+
 def _refuse_fsdp() -> None:
     """FSDP is no field of the config; Megatron's training arguments, where there are any, know it before the wrap."""
-    training = sys.modules.get("megatron.training.global_vars")
-    arguments = getattr(training, "_GLOBAL_ARGS", None)
+    arguments = _training_arguments()
     for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
         if getattr(arguments, name, False):
             raise ValueError(

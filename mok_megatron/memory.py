@@ -14,6 +14,7 @@ uniform routing gives it ``T * K``. Each expert's rows are padded to whole block
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mok_megatron.config import MoeShape
@@ -24,6 +25,12 @@ TOKENS_PER_BLOCK = 64
 
 COUNTER_WORDS = 128
 """Words of tickets behind the per-block counters (kernels/params.h)."""
+
+ALIGNMENT = 1024
+"""Bytes at which every buffer starts: what tensor maps and 16-byte vectors need, and whole cache lines for flags."""
+
+GUARD = 1024
+"""Bytes left behind every buffer. Nothing writes them: tests fill them and look whether they stayed."""
 
 RING_MARGIN = 1.25
 """Default capacity over the expected rows. A fuller rank still works: it passes through the ring more than once."""
@@ -48,6 +55,15 @@ class Buffer:
     def bytes(self) -> int:
         """Size without alignment."""
         return math.prod(self.shape) * self.element_bytes
+
+
+def placed(buffers: Sequence[Buffer]) -> tuple[dict[str, int], int]:
+    """Offsets of the buffers by name in one allocation, and its bytes, with ``ALIGNMENT`` and ``GUARD``."""
+    offsets, end = {}, 0
+    for buffer in buffers:
+        offsets[buffer.name] = end
+        end += -(-buffer.bytes // ALIGNMENT) * ALIGNMENT + GUARD
+    return offsets, end
 
 
 def dtype_bytes(dtype: str) -> int:
@@ -136,9 +152,9 @@ def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[B
 
 
 def backward_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> tuple[Buffer, ...]:
-    """What backward needs beside forward's buffers.
+    """What the backward kernels will need beside forward's buffers: an estimate, nothing allocates them yet.
 
-    It uses those again: dY through ``x`` and ``x_rows``, dX through ``y_rows``, the weighted h through ``h``. Without
+    They use those again: dY through ``x`` and ``x_rows``, dX through ``y_rows``, the weighted h through ``h``. Without
     ``save_x`` x and dY are needed at once, hence a second pair.
     """
     copied = max_tokens if shape.ep_size > 1 else 0
@@ -152,8 +168,15 @@ def backward_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x
     return tuple(needed)
 
 
+def allocated_bytes(shape: MoeShape, max_tokens: int, ring_rows: int) -> int:
+    """Bytes that the CUDA backend allocates on one rank, exactly: its symmetric and its local allocation."""
+    return _two_allocations(
+        symmetric_buffers(shape, max_tokens, ring_rows), scratch_buffers(shape, max_tokens, ring_rows)
+    )
+
+
 def workspace_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> tuple[Buffer, ...]:
-    """Every buffer of the CUDA backend's workspace on one rank (bf16), forward and backward."""
+    """Every buffer to plan for on one rank (bf16): those that are allocated, and the estimate for backward."""
     return (
         *symmetric_buffers(shape, max_tokens, ring_rows),
         *scratch_buffers(shape, max_tokens, ring_rows),
@@ -162,8 +185,13 @@ def workspace_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_
 
 
 def workspace_bytes(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> int:
-    """Bytes of the whole workspace of one rank: symmetric and local buffers, for up to ``max_tokens`` tokens."""
-    return sum(buffer.bytes for buffer in workspace_buffers(shape, max_tokens, ring_rows, save_x=save_x))
+    """Bytes to plan for on one rank, for up to ``max_tokens`` tokens: ``allocated_bytes`` and backward's buffers."""
+    buffers = workspace_buffers(shape, max_tokens, ring_rows, save_x=save_x)
+    return _two_allocations([b for b in buffers if b.symmetric], [b for b in buffers if not b.symmetric])
+
+
+def _two_allocations(symmetric: Sequence[Buffer], local: Sequence[Buffer]) -> int:
+    return placed(symmetric)[1] + placed(local)[1]
 
 
 def saved_buffers(
@@ -217,15 +245,15 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def describe_workspace(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> str:
-    """One line for the log at model build: total, the symmetric part and the largest buffers."""
-    buffers = workspace_buffers(shape, max_tokens, ring_rows, save_x=save_x)
-    symmetric = sum(buffer.bytes for buffer in buffers if buffer.symmetric)
-    total = sum(buffer.bytes for buffer in buffers)
+def describe_workspace(shape: MoeShape, max_tokens: int, ring_rows: int) -> str:
+    """One line for the log at model build: what is allocated, its symmetric part and the largest buffers."""
+    symmetric = symmetric_buffers(shape, max_tokens, ring_rows)
+    buffers = (*symmetric, *scratch_buffers(shape, max_tokens, ring_rows))
     largest = sorted(buffers, key=lambda buffer: buffer.bytes, reverse=True)[:4]
     parts = ", ".join(f"{buffer.name} {format_bytes(buffer.bytes)}" for buffer in largest)
     return (
-        f"workspace {format_bytes(total)} per rank ({format_bytes(symmetric)} symmetric) for T<={max_tokens}, "
+        f"workspace {format_bytes(allocated_bytes(shape, max_tokens, ring_rows))} per rank "
+        f"({format_bytes(placed(symmetric)[1])} symmetric) for T<={max_tokens}, "
         f"H={shape.hidden}, I={shape.intermediate}, K={shape.top_k}, W={shape.ep_size}, ring {ring_rows} rows: "
         f"{parts}"
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mok_megatron import backend_pool
+from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.config import Activation, MoeShape, MokConfig
 from mok_megatron.experts import fire_pre_hooks
 from mok_megatron.fused import FusedExperts
@@ -240,6 +241,14 @@ def test_layers_share_a_backend_and_its_life_ends_with_them() -> None:
     del layers
     gc.collect()
     assert len(backend_pool._backends) == alive - 1
+
+
+def test_the_most_tokens_are_reserved_at_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+    reserved: list[int] = []
+    monkeypatch.setattr(ReferenceBackend, "reserve", lambda _backend, tokens: reserved.append(tokens))
+    layers = [_fused(_Experts("per expert", _weights()), max_tokens=tokens) for tokens in (64, None, 64)]
+    assert reserved == [64, 64]
+    assert len({id(layer.backend) for layer in layers}) == 1
 
 
 def test_an_explicit_backend_never_falls_back() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mok_megatron import memory
+from mok_megatron.backends.workspace import Sizes, Workspace
 from mok_megatron.config import MoeShape
 
 SMALL = MoeShape(hidden=256, intermediate=128, num_experts=8, top_k=2, ep_size=2)
@@ -22,12 +24,26 @@ def test_workspace_bytes_by_hand() -> None:
     backward = 640 * 4 + 640 * 256 * 2  # d_weight_rows, d_gate_up
     assert sum(b.bytes for b in memory.symmetric_buffers(SMALL, 128, 640)) == symmetric
     assert sum(b.bytes for b in memory.scratch_buffers(SMALL, 128, 640)) == scratch
-    assert memory.workspace_bytes(SMALL, 128, 640) == symmetric + scratch + backward
+    assert sum(b.bytes for b in memory.backward_buffers(SMALL, 128, 640)) == backward
+    placed = memory.workspace_bytes(SMALL, 128, 640) - symmetric - scratch - backward
+    assert 22 * memory.GUARD <= placed < 22 * (memory.GUARD + memory.ALIGNMENT)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_allocated_bytes_are_what_a_workspace_allocates(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # there may be no GPU to pin for
+    for tokens, rows in ((0, 128), (1, 128), (100, 640), (1024, 2176)):
+        shape = MoeShape(hidden=256, intermediate=192, num_experts=16, top_k=3, ep_size=ranks)
+        spaces = Workspace.local(Sizes(shape=shape, max_tokens=tokens, ring_rows=rows), torch.device("cpu"))
+        expected = memory.allocated_bytes(shape, tokens, rows)
+        assert [s.symmetric_bytes.numel() + s.scratch_bytes.numel() for s in spaces] == [expected] * ranks
+        assert spaces[0].layout.bytes == spaces[0].symmetric_bytes.numel()
+        assert expected < memory.workspace_bytes(shape, tokens, rows)
 
 
 def test_workspace_without_saved_rows_holds_two_inputs() -> None:
     more = memory.workspace_bytes(SMALL, 128, 640, save_x=False) - memory.workspace_bytes(SMALL, 128, 640)
-    assert more == (128 + 640) * 256 * 2
+    assert more == (128 + 640) * 256 * 2 + 2 * memory.GUARD
 
 
 def test_workspace_does_not_grow_with_layers_and_little_with_ranks() -> None:
@@ -56,8 +72,9 @@ def test_deepseek_v3_ep64_is_about_what_the_buffers_add_up_to() -> None:
     total = memory.workspace_bytes(shape, 8192, ring)
     assert big < total < big * 1.002
     assert total < 4 << 30
-    text = memory.describe_workspace(shape, 8192, ring)
-    assert "workspace 3." in text and "ring 82432 rows" in text and "y_rows" in text
+    text = memory.describe_workspace(shape, 8192, ring)  # without d_gate_up, 0.63 GiB
+    assert text.startswith("workspace 2.63 GiB per rank (1.21 GiB symmetric) for T<=8192, H=7168, I=2048, K=8, W=64")
+    assert text.endswith("ring 82432 rows: y_rows 1.10 GiB, x_rows 1.10 GiB, h 322.0 MiB, x 112.0 MiB")
 
 
 def test_worst_case_by_hand() -> None:

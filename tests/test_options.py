@@ -24,6 +24,7 @@ SAMPLE = {
     "recompute": (True, ["--mok-recompute"]),
     "save_x": (False, ["--no-mok-save-x"]),
     "time_limit_s": (2.5, ["--mok-time-limit-s", "2.5"]),
+    "max_tokens": (8192, ["--mok-max-tokens", "8192"]),
 }
 
 
@@ -91,6 +92,7 @@ def test_a_new_parser_forgets_the_flags_of_the_last() -> None:
         (["--mok-comm-sms", "many"], "--mok-comm-sms: invalid int value: 'many'"),
         (["--mok-backend", "cpu"], "--mok-backend: invalid choice: 'cpu'"),
         (["--mok-time-limit-s", "-1"], "--mok-time-limit-s: time_limit_s must be a positive number"),
+        (["--mok-max-tokens", "0"], "--mok-max-tokens: max_tokens must be an integer >= 1, got 0"),
         (["--mok-comm-sm", "3"], "unrecognized arguments: --mok-comm-sm 3"),
         (["--mok-config", "/nowhere/mok.yaml"], "/nowhere/mok.yaml"),
     ],

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mok_megatron import memory
-from mok_megatron.backends import workspace as workspaces
 from mok_megatron.backends.base import Saved
 from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
 from mok_megatron.backends.workspace import Workspace
@@ -143,6 +142,6 @@ class VirtualRanks:
 
 
 def _spans(buffers: tuple[memory.Buffer, ...]) -> list[tuple[memory.Buffer, tuple[int, int]]]:
-    offsets, end = workspaces._offsets(buffers)
+    offsets, end = memory.placed(buffers)
     starts = list(offsets.values())
     return [(buffer, span) for buffer, span in zip(buffers, zip(starts, [*starts[1:], end], strict=True), strict=True)]

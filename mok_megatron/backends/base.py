@@ -56,7 +56,11 @@ class Backend(Protocol):
     """Tile height M: each expert's rows are padded to a multiple of it."""
 
     def reserve(self, max_tokens: int) -> None:
-        """Make room for up to ``max_tokens`` tokens per rank, at model build. Collective, the same number on all."""
+        """Make room for up to ``max_tokens`` tokens per rank, at model build. Collective, the same number on all.
+
+        Calls with more tokens are refused where there are peers; one rank alone grows. Without it, the group's first
+        call reserves the most tokens that any rank brings.
+        """
         ...
 
     def build_schedule(self, x: Tensor, probs: Tensor, routing_map: Tensor, *, layer: int) -> Schedule:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mok_megatron import memory
+from mok_megatron import memory, preflight
 from mok_megatron.backends import failures
 from mok_megatron.backends.abi import (
     MAX_EXPERTS,
@@ -37,6 +38,9 @@ from mok_megatron.config import MoeShape, MokConfig
 from mok_megatron.schedule import Schedule
 from mok_megatron.tile_order import BLOCK_ROWS, FC1_TILE_COLUMNS, fc2_lag
 
+_SAY_MOST = "give the largest number of tokens per rank as max_tokens (--mok-max-tokens)"
+
+_logger = logging.getLogger(__name__)
 _libraries: dict[str, Library] = {}
 
 
@@ -140,26 +144,31 @@ class CudaBackend:
     def reserve(self, max_tokens: int) -> None:
         """Allocate for up to ``max_tokens`` tokens per rank, the same number on every rank. Collective over the group.
 
-        Raises ValueError when a workspace of a group exists and is too small: peers hold its addresses.
+        Raises ValueError when the group does not lie in one NVLink domain, and when its workspace exists and is too
+        small: peers hold its addresses.
         """
         if self.workspace is not None and self.workspace.sizes.max_tokens >= max_tokens:
             return
         if self.workspace is not None and self.shape.ep_size > 1:
             raise ValueError(
                 f"{max_tokens} tokens exceed the {self.workspace.sizes.max_tokens} that the workspace of the "
-                f"expert-parallel group was made for: reserve the largest number at model build"
+                f"expert-parallel group was made for: {_SAY_MOST}"
             )
         sizes = self.sizes(max_tokens)
         if self._group is None:
             self._adopt(Workspace.local(sizes, self.device)[0])
         else:
+            preflight.require_one_domain(self._group, self.device)
             self._adopt(Workspace.symmetric(sizes, self._group, self.device))
+        _announce(memory.describe_workspace(self.shape, max_tokens, sizes.ring_rows))
 
     def build_schedule(self, x: Tensor, probs: Tensor, routing_map: Tensor, *, layer: int) -> Schedule:
         """See ``Backend.build_schedule``. The row tables, of the capacity's length, are filled by ``forward``."""
         tokens, top_k = probs.shape[0], self.shape.top_k
         if self.shape.ep_size == 1:
             self.reserve(tokens)
+        elif self.workspace is None and self._group is not None:
+            self.reserve(_agree_on_tokens(tokens, self._group, self.device))
         check_operand("x", x, (tokens, self.shape.hidden), self.device, layer)
         capacity = self._capacity(tokens)
         probs = probs if probs.stride(1) == 1 else probs.contiguous()
@@ -310,8 +319,7 @@ class CudaBackend:
         sizes = self._space().sizes
         if tokens > sizes.max_tokens:
             raise ValueError(
-                f"this call has {tokens} tokens but the workspace was made for {sizes.max_tokens}: "
-                f"reserve the largest number at model build"
+                f"this call has {tokens} tokens but the workspace was made for {sizes.max_tokens}: {_SAY_MOST}"
             )
         if self.shape.ep_size > 1:
             return sizes.ring_rows
@@ -344,3 +352,24 @@ class CudaBackend:
 
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _agree_on_tokens(tokens: int, group: dist.ProcessGroup, device: torch.device) -> int:
+    """The most that any rank of the group has in this call, for lack of a better number. Collective, one host sync."""
+    most = torch.tensor(tokens, dtype=torch.int64, device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    agreed = int(most)
+    if group.rank() == 0:
+        _logger.warning(
+            "mok_megatron: the most tokens per rank are not known from Megatron's arguments; the workspace is made for "
+            "%d, the most of this first call. A later call with more ends the run: %s",
+            agreed,
+            _SAY_MOST,
+        )
+    return agreed
+
+
+def _announce(line: str) -> None:
+    """Print, as Megatron does, on the job's first rank: a log at INFO is not shown by default."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(f"mok_megatron: {line}", flush=True)  # noqa: T201

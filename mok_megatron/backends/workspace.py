@@ -18,20 +18,6 @@ from mok_megatron import memory
 from mok_megatron.backends.abi import FailRecord, SymmetricLayout
 from mok_megatron.config import MoeShape
 
-ALIGNMENT = 1024
-"""Bytes: what tensor maps and 16-byte vectors need, and whole cache lines for flags."""
-
-GUARD = 1024
-"""Bytes left behind every buffer. Nothing writes them: tests fill them and look whether they stayed."""
-
-
-def _offsets(buffers: tuple[memory.Buffer, ...]) -> tuple[dict[str, int], int]:
-    offsets, end = {}, 0
-    for buffer in buffers:
-        offsets[buffer.name] = end
-        end += -(-buffer.bytes // ALIGNMENT) * ALIGNMENT + GUARD
-    return offsets, end
-
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
@@ -43,7 +29,7 @@ class Sizes:
 
     def layout(self) -> SymmetricLayout:
         """Offsets of the symmetric buffers."""
-        offsets, end = _offsets(memory.symmetric_buffers(self.shape, self.max_tokens, self.ring_rows))
+        offsets, end = memory.placed(memory.symmetric_buffers(self.shape, self.max_tokens, self.ring_rows))
         return SymmetricLayout(**offsets, bytes=end)
 
 
@@ -66,7 +52,7 @@ class Workspace:
         self.peers = torch.tensor(peers, dtype=torch.int64).to(device)
         self._keep = keep
         self.symmetric_bytes = symmetric
-        offsets, end = _offsets(memory.scratch_buffers(sizes.shape, sizes.max_tokens, sizes.ring_rows))
+        offsets, end = memory.placed(memory.scratch_buffers(sizes.shape, sizes.max_tokens, sizes.ring_rows))
         self.scratch_bytes = torch.zeros(end, dtype=torch.uint8, device=device)
         self.scratch = {name: self.scratch_bytes.data_ptr() + offset for name, offset in offsets.items()}
         self.record = torch.zeros(8, dtype=torch.int32).pin_memory()
