@@ -78,9 +78,16 @@ def apply_experts(
     Gradients go to x, to probs (their dtype, 0 off-route) and to every weight that wants one. With
     ``fuse_grad_accumulation`` a weight that has a ``main_grad`` gets its gradient added there, its
     ``grad_added_to_main_grad`` set, and a placeholder returned to autograd; any other weight gets a real gradient.
-    Nothing is kept when no gradient can be asked for. Raises ValueError for a routing that does not fit.
+    Nothing is kept when no gradient can be asked for. Raises ValueError, before anything was sent to other ranks, for a
+    routing that does not fit and for an x of another dtype or device than the weights.
     """
     validate_routing(probs, routing_map, backend.shape, x=x)
+    for name, params in (("w1", w1), ("w2", w2)):
+        weight = params.parameters[0]
+        if weight.dtype != x.dtype or weight.device != x.device:
+            raise ValueError(
+                f"layer {layer}: x is {x.dtype} on {x.device} but {name} is {weight.dtype} on {weight.device}"
+            )
     x = x.contiguous()
     schedule = backend.build_schedule(x.detach(), probs.detach(), routing_map, layer=layer)
     inputs = (x, probs, *w1.parameters, *w2.parameters)

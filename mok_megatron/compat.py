@@ -24,7 +24,7 @@ def record_misfit(module_name: str, reason: str) -> None:
     """Remember, and log once, why a module could not be patched."""
     if _misfits.get(module_name) != reason:
         _misfits[module_name] = reason
-        logger.warning("%s: cannot patch %s: %s (%s)", "mok_megatron", module_name, reason, versions())
+        logger.warning("mok_megatron: cannot patch %s: %s (%s)", module_name, reason, versions())
 
 
 def clear_misfit(module_name: str) -> None:

@@ -26,7 +26,7 @@ class Schedule:
 
     At the source (this rank's T tokens):
         experts: ``[T, K]`` expert ids, ascending in a row, absent ones last.
-        weights: ``[T, K]`` fp32 router weights, 0 where absent.
+        weights: ``[T, K]`` router weights, fp32 (fp64 for an fp64 layer), 0 where absent.
         slot_dst_rank, slot_dst_row: ``[T, K]`` rank and row that hold the slot's route.
     At the destination (this rank's e experts; rows of an expert are ordered by (source rank, token) and padded to a
     multiple of ``block_rows``):

@@ -489,6 +489,17 @@ def test_bad_routing_is_refused_before_anything_runs() -> None:
         layer(layer.inputs.x, bad)
 
 
+@pytest.mark.parametrize("weights", ["w1", "w2"])
+def test_another_dtype_than_the_weights_is_refused_before_anything_runs(weights: str) -> None:
+    layer = make_layer()
+    layer.backend.build_schedule = None  # type: ignore[assignment, method-assign]
+    params = getattr(layer, weights)
+    for parameter in params.parameters:
+        parameter.data = parameter.data.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=rf"layer 3: x is torch.float64 on cpu but {weights} is torch.bfloat16 on cpu"):
+        layer(layer.inputs.x)
+
+
 @pytest.mark.parametrize(
     ("shapes", "experts"),
     [([(4, 3)], 3), ([(4, 3), (4, 3)], 3), ([(4, 3), (4, 2)], 2), ([(2, 4, 3)], 3), ([(4,)], 1), ([], 2)],
