@@ -93,7 +93,7 @@ def test_a_good_machine_has_nothing_but_ok() -> None:
             id="no-nvcc-and-a-library-for-another-gpu",
         ),
         pytest.param({"compiler": Compiler(path="/n", version=None)}, {"nvcc"}, None, id="broken-nvcc"),
-        pytest.param({"compiler": Compiler(path="/n", version=(12, 2))}, {"nvcc"}, None, id="old-nvcc-hopper"),
+        pytest.param({"compiler": Compiler(path="/n", version=(12, 7))}, {"nvcc"}, None, id="old-nvcc-hopper"),
         pytest.param(
             {"compiler": Compiler(path="/n", version=(12, 8)), "driver": driver(BLACKWELL)},
             {"nvcc"},
@@ -145,6 +145,14 @@ def test_problems_make_training_impossible(changes: dict[str, Any], check: str, 
 @pytest.mark.parametrize("changes", [{}, {"driver": NO_GPU, "compiler": None}, {"torch": Package(error="gone")}])
 def test_every_finding_that_is_not_ok_has_a_remedy(changes: dict[str, Any]) -> None:
     assert all(finding.remedy for finding in run_checks(facts(**changes)) if finding.status != "ok")
+
+
+@pytest.mark.parametrize(
+    ("version", "shown"), [((13, 0), "/n 13.0"), ((12, 8), "/n 12.8 (the kernels are tested with 13.0)")]
+)
+def test_a_compiler_that_nobody_tested_says_so(version: tuple[int, int], shown: str) -> None:
+    (finding,) = [f for f in run_checks(facts(compiler=Compiler(path="/n", version=version))) if f.check == "nvcc"]
+    assert (finding.status, finding.message) == ("ok", shown)
 
 
 def test_peer_access_names_the_pairs_and_shows_the_matrix() -> None:

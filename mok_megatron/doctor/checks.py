@@ -14,8 +14,10 @@ Status = Literal["ok", "warning", "problem"]
 OLDEST_PYTHON = (3, 12)
 OLDEST_TORCH = (2, 10)
 OLDEST_MEGATRON = (0, 17)
-OLDEST_COMPILER = {"sm90a": (12, 3), "sm100a": (12, 8), "sm103a": (12, 9)}
-"""First CUDA toolkit whose nvcc knows the architecture (and, for sm90a, ships the PTX wrappers)."""
+OLDEST_COMPILER = {"sm90a": (12, 8), "sm100a": (12, 8), "sm103a": (12, 9)}
+"""First CUDA toolkit whose nvcc knows the architecture and ships the PTX wrappers that the kernels use."""
+TESTED_COMPILER = (13, 0)
+"""The CUDA toolkit that the tests compile the kernels with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,11 +190,12 @@ def _compiler(facts: Facts) -> Iterator[Finding]:
         yield _warning("nvcc", f"{compiler.path} does not tell its version", "repair the CUDA toolkit")
         return
     too_old = [arch for arch in architectures if compiler.version < OLDEST_COMPILER[arch]]
+    found, tested = f"{compiler.path} {_dotted(compiler.version)}", f"tested with {_dotted(TESTED_COMPILER)}"
     for arch in too_old:
-        message = f"{compiler.path} {_dotted(compiler.version)} is too old for {arch}"
-        yield _warning("nvcc", message, f"install a CUDA toolkit >= {_dotted(OLDEST_COMPILER[arch])}, set CUDA_HOME")
+        remedy = f"install a CUDA toolkit >= {_dotted(OLDEST_COMPILER[arch])} ({tested}), set CUDA_HOME"
+        yield _warning("nvcc", f"{found} is too old for {arch}", remedy)
     if not too_old:
-        yield _ok("nvcc", f"{compiler.path} {_dotted(compiler.version)}")
+        yield _ok("nvcc", found if compiler.version == TESTED_COMPILER else f"{found} (the kernels are {tested})")
 
 
 def _cache(facts: Facts) -> Iterator[Finding]:
