@@ -1,7 +1,7 @@
-"""Small MoELayers of the imported megatron-core on the CPU: ``mok`` and ``alltoall`` twins with the same weights.
+"""Small MoELayers of the imported megatron-core: ``mok`` and ``alltoall`` twins with the same weights.
 
-Everything here belongs into a process of its own (``run_ranks``, a subprocess): ``alltoall`` needs the CPU shim, which
-replaces functions of torch.
+On the CPU everything here belongs into a process of its own (``run_ranks``, a subprocess): ``alltoall`` needs the CPU
+shim, which replaces functions of torch. On a GPU nothing is replaced.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from tests.reference_math import moe_layer
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOP_K = 32, 24, 8, 2
 
@@ -25,8 +28,9 @@ _BASE: dict[str, Any] = {
     "gated_linear_unit": True,
     "activation_func": torch.nn.functional.silu,
     "add_bias_linear": False,
-    "use_cpu_initialization": True,
 }
+
+_LINEARS = ("linear_fc1", "linear_fc2")
 
 _DEEPSEEK = {
     "moe_router_score_function": "sigmoid",
@@ -68,11 +72,17 @@ LAYER_CASES: dict[str, dict[str, Any]] = {
 """Name -> fields of TransformerConfig: what the router, the shared expert and the activation can be."""
 
 
-def start_megatron(expert_parallel: int = 1) -> None:
-    """CPU shim, hooks, Megatron's process groups on the default group, and its random states."""
-    from tests.megatron_cpu import shim
+_device = "cpu"
 
-    shim.install()
+
+def start_megatron(expert_parallel: int = 1, *, device: str = "cpu") -> None:
+    """Hooks, Megatron's process groups on the default group, and its random states; on the CPU the shim before."""
+    global _device  # noqa: PLW0603 (one process builds its layers on one device)
+    _device = device
+    if device == "cpu":
+        from tests.megatron_cpu import shim
+
+        shim.install()
     from megatron.core import parallel_state, tensor_parallel
 
     import mok_megatron  # noqa: F401 (installs the hooks, whatever autoload does)
@@ -90,7 +100,12 @@ def make_config(dispatcher: str = "mok", **changes: Any) -> Any:
 
 def config_arguments(dispatcher: str = "mok", **changes: Any) -> dict[str, Any]:
     """What ``make_config`` gives to TransformerConfig."""
-    return {**_BASE, "moe_token_dispatcher_type": dispatcher, **changes}
+    return {
+        **_BASE,
+        "use_cpu_initialization": _device == "cpu",
+        "moe_token_dispatcher_type": dispatcher,
+        **changes,
+    }
 
 
 def build(dispatcher: str = "mok", *, seed: int = 1, **changes: Any) -> Any:
@@ -130,10 +145,12 @@ def build_twins(**changes: Any) -> dict[str, Any]:
     return {dispatcher: build(dispatcher, **changes) for dispatcher in ("alltoall", "mok")}
 
 
-def tokens(rank: int, *, sequence: int = 24, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """``[S, 2, H]`` of unit scale; S differs from rank to rank."""
+def tokens(
+    rank: int, *, sequence: int = 24, dtype: torch.dtype = torch.float32, seed: int = 0, hidden: int = HIDDEN
+) -> Tensor:
+    """``[S, 2, H]`` of unit scale on the layers' device; S differs from rank to rank."""
     generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return torch.randn(sequence - 7 * rank, 2, HIDDEN, generator=generator).to(dtype)
+    return torch.randn(sequence - 7 * rank, 2, hidden, generator=generator).to(_device, dtype)
 
 
 def run(layer: Any, x: Tensor, **forward_arguments: Any) -> dict[str, Tensor]:
@@ -172,6 +189,52 @@ def run_behind_router(layer: Any, x: Tensor, probs: Tensor, routing_map: Tensor,
     for name, parameter in layer.experts.named_parameters():
         found[f"d {name}"], parameter.grad = parameter.grad, None
     return found
+
+
+def errors_behind_router(
+    rank: int, world: int, changes: dict[str, Any], probs_dtype: torch.dtype
+) -> dict[str, tuple[float, float]]:
+    """The part behind the router of a bf16 layer: quantity -> errors of ``mok`` and of ``alltoall`` against fp64."""
+    hidden = changes.get("hidden_size", HIDDEN)
+    x, dy = (tokens(rank, dtype=torch.bfloat16, seed=seed, hidden=hidden) for seed in (1, 2))
+    count, top_k = x.shape[0] * x.shape[1], changes.get("moe_router_topk", TOP_K)
+    generator = torch.Generator().manual_seed(7 + rank)
+    scores = (torch.rand(count, EXPERTS, generator=generator) + 0.1).to(x.device)
+    routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(top_k).indices, True)
+    probs = (scores * routing_map).to(probs_dtype)
+
+    twins = build_twins(**changes)
+    found = {dispatcher: run_behind_router(layer, x, probs, routing_map, dy) for dispatcher, layer in twins.items()}
+    exact = _exact(twins["mok"], world, x, probs, routing_map, dy)
+    assert all(list(quantities) == list(exact) for quantities in found.values())
+    return {
+        name: (
+            relative_error(found["mok"][name], exact[name]),
+            relative_error(found["alltoall"][name], exact[name]),
+        )
+        for name in exact
+    }
+
+
+def _exact(layer: Any, world: int, x: Tensor, probs: Tensor, routing_map: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    """fp64 results of this rank, from the tokens and weights of all ranks."""
+    hidden, local = x.shape[-1], layer.num_local_experts
+    weights = [torch.stack([getattr(e, fc).weight for e in layer.experts.local_experts]).detach() for fc in _LINEARS]
+    gathered: list[Any] = [None] * world
+    mine = (x.detach().reshape(-1, hidden), probs, routing_map, *weights, dy.reshape(-1, hidden))
+    dist.all_gather_object(gathered, mine)
+    everything = [torch.cat(parts) for parts in zip(*gathered, strict=True)]
+    config = layer.config
+    result = moe_layer(*everything, clamp=config.activation_func_clamp_value, offset=config.glu_linear_offset)
+
+    rank = dist.get_rank()
+    first = sum(part[0].shape[0] for part in gathered[:rank])
+    rows = slice(first, first + mine[0].shape[0])
+    exact = {"y": result.y[rows].view(x.shape), "dx": result.dx[rows].view(x.shape), "dprobs": result.dprobs[rows]}
+    for i in range(local):
+        exact[f"d local_experts.{i}.linear_fc1.weight"] = result.dw1[rank * local + i]
+        exact[f"d local_experts.{i}.linear_fc2.weight"] = result.dw2[rank * local + i]
+    return exact
 
 
 def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from tests import moe_layers
 from tests.distributed import run_ranks
-from tests.reference_math import moe_layer
 
 FP32_TOLERANCE = 1e-6
 
@@ -54,58 +51,9 @@ def _behind_router_cases(rank: int, world: int) -> dict[str, dict[str, tuple[flo
         "bf16, k1": ({**bf16, "moe_router_topk": 1, "moe_router_pre_softmax": True}, torch.bfloat16),
     }
     return {
-        name: _errors_behind_router(rank, world, changes, probs_dtype) for name, (changes, probs_dtype) in cases.items()
+        name: moe_layers.errors_behind_router(rank, world, changes, probs_dtype)
+        for name, (changes, probs_dtype) in cases.items()
     }
-
-
-def _errors_behind_router(
-    rank: int, world: int, changes: dict[str, Any], probs_dtype: torch.dtype
-) -> dict[str, tuple[float, float]]:
-    x, dy = (moe_layers.tokens(rank, dtype=torch.bfloat16, seed=seed) for seed in (1, 2))
-    count, top_k = x.shape[0] * x.shape[1], changes.get("moe_router_topk", moe_layers.TOP_K)
-    generator = torch.Generator().manual_seed(7 + rank)
-    scores = torch.rand(count, moe_layers.EXPERTS, generator=generator) + 0.1
-    routing_map = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, scores.topk(top_k).indices, True)
-    probs = (scores * routing_map).to(probs_dtype)
-
-    twins = moe_layers.build_twins(**changes)
-    found = {
-        dispatcher: moe_layers.run_behind_router(layer, x, probs, routing_map, dy)
-        for dispatcher, layer in twins.items()
-    }
-    exact = _exact(twins["mok"], world, x, probs, routing_map, dy)
-    assert all(list(quantities) == list(exact) for quantities in found.values())
-    return {
-        name: (
-            moe_layers.relative_error(found["mok"][name], exact[name]),
-            moe_layers.relative_error(found["alltoall"][name], exact[name]),
-        )
-        for name in exact
-    }
-
-
-def _exact(layer: Any, world: int, x: Tensor, probs: Tensor, routing_map: Tensor, dy: Tensor) -> dict[str, Tensor]:
-    """fp64 results of this rank, from the tokens and weights of all ranks."""
-    hidden, local = x.shape[-1], layer.num_local_experts
-    weights = [torch.stack([getattr(e, fc).weight for e in layer.experts.local_experts]).detach() for fc in _LINEARS]
-    gathered: list[Any] = [None] * world
-    mine = (x.detach().reshape(-1, hidden), probs, routing_map, *weights, dy.reshape(-1, hidden))
-    dist.all_gather_object(gathered, mine)
-    everything = [torch.cat(parts) for parts in zip(*gathered, strict=True)]
-    config = layer.config
-    result = moe_layer(*everything, clamp=config.activation_func_clamp_value, offset=config.glu_linear_offset)
-
-    rank = dist.get_rank()
-    first = sum(part[0].shape[0] for part in gathered[:rank])
-    rows = slice(first, first + mine[0].shape[0])
-    exact = {"y": result.y[rows].view(x.shape), "dx": result.dx[rows].view(x.shape), "dprobs": result.dprobs[rows]}
-    for i in range(local):
-        exact[f"d local_experts.{i}.linear_fc1.weight"] = result.dw1[rank * local + i]
-        exact[f"d local_experts.{i}.linear_fc2.weight"] = result.dw2[rank * local + i]
-    return exact
-
-
-_LINEARS = ("linear_fc1", "linear_fc2")
 
 
 @pytest.mark.parametrize("world", [1, 2])
