@@ -34,7 +34,7 @@ def load_measurements(path: str | Path) -> list[Measurement]:
 
     ``shape`` is ``[H, I]``, a mapping with H and I (or hidden and intermediate), or H and I stand beside it. Entries
     that are no layer timing of real ranks (other directions such as ``fwd+bwd``, no ``ms``, ``virtual`` ranks that
-    share one GPU) are passed over.
+    share one GPU), and those of another ``implementation`` than this project's training layer, are passed over.
     Raises ValueError where the file is not JSON, or holds no timing that could be used.
     """
     try:
@@ -53,6 +53,8 @@ def load_measurements(path: str | Path) -> list[Measurement]:
 
 def _parse(entry: Any) -> Measurement | None:
     if not isinstance(entry, dict) or entry.get("virtual"):
+        return None
+    if entry.get("implementation", "mok") != "mok" or not entry.get("saves", True):
         return None
     sizes = entry.get("shape")
     known: dict[str, Any] = dict(entry)

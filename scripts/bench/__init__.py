@@ -1,0 +1,1 @@
+"""Parts of ``bench_layer.py``: shapes and routings, implementations, how they are checked, timed and reported."""

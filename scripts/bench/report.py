@@ -1,0 +1,186 @@
+"""What is printed and written: a table, a JSON file, a picture."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .runner import Result
+
+ROOT = Path(__file__).resolve().parents[2]
+BASELINES = ("eager", "megatron-te", "sonicmoe", "liger-cute", "deep-ep")
+
+_COLUMNS = (
+    "shape", "T", "W", "routing", "direction", "implementation", "ms", "TFLOP/s", "of cuBLAS", "of sustained",
+    "faster than", "launches", "host us", "schedule us", "peak GiB", "error",
+)  # fmt: skip
+
+
+def ratios(result: Result, results: Sequence[Result]) -> dict[str, float]:
+    """How many times faster ``result`` is than each baseline in the same case and direction."""
+    keys = ("shape", "T", "W", "routing", "direction")
+    return {
+        other["implementation"]: other["ms"] / result["ms"]
+        for other in results
+        if "ms" in other
+        and other["implementation"] in BASELINES
+        and other["implementation"] != result["implementation"]
+        and all(other[key] == result[key] for key in keys)
+    }
+
+
+def table(results: Sequence[Result]) -> str:
+    """The results as a Markdown table, one line each; below it what could not be measured, with the reason."""
+    lines = [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
+    lines += [f"| {' | '.join(_cells(result, results))} |" for result in results if "ms" in result]
+    missing = [
+        f"{r['implementation']} on {r['shape']['name']}: {r.get('error') or r.get('unavailable')}"
+        for r in results
+        if "ms" not in r
+    ]
+    return "\n".join([*lines, *(["", "not measured:", *dict.fromkeys(missing)] if missing else [])])
+
+
+def _cells(result: Result, results: Sequence[Result]) -> list[str]:
+    faster = ", ".join(f"{name} {ratio:.2f}x" for name, ratio in ratios(result, results).items())
+    schedule = result.get("schedule_ms")
+    return [
+        result["shape"]["name"],
+        str(result["T"]),
+        str(result["W"]),
+        result["routing"] + (f" (load {result['load']:.2f})" if result["load"] > 1.005 else ""),
+        result["direction"],
+        result["implementation"],
+        f"{result['ms']:.3f}",
+        f"{result['tflops']:.0f}",
+        f"{result['fraction']:.3f}",
+        f"{result['fraction_sustained']:.3f}",
+        faster or "-",
+        _optional(result.get("launches"), "d"),
+        _optional(result.get("host_us"), ".0f"),
+        "-" if schedule is None else f"{schedule * 1e3:.0f} ({schedule / result['ms']:.1%})",
+        "-" if "peak_bytes" not in result else f"{result['peak_bytes'] / 2**30:.2f}",
+        f"{result['relative_error']:.1e}",
+    ]
+
+
+def _optional(value: Any, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def cublas_lines(results: Sequence[Result]) -> str:
+    """The cuBLAS rates of each case and direction, in bursts and sustained."""
+    lines = {
+        f"cuBLAS 8192x4096x7168 beside {r['shape']['name']} T={r['T']} {r['routing']} {r['direction']}: "
+        f"{r['cublas_tflops']:.0f} TFLOP/s in bursts, {r['cublas_sustained_tflops']:.0f} sustained": None
+        for r in results
+        if "ms" in r
+    }
+    return "\n".join(lines)
+
+
+def document(results: Sequence[Result], command: Sequence[str]) -> dict[str, Any]:
+    """What the JSON file holds; ``mok_megatron.simulator.load_measurements`` reads it."""
+    gpu, driver, power = _gpu()
+    return {
+        "gpu": gpu,
+        "driver": driver,
+        "power_limit": power,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "results": list(results),
+    }
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write ``document``, making folders as needed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def _output(*command: str) -> str:
+    """Standard output of a small program, empty where it is missing or fails."""
+    try:
+        done = subprocess.run(command, check=False, cwd=ROOT, capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _gpu() -> tuple[str, str, str]:
+    """Name, driver and power limit of the first GPU; ``unknown`` where the driver does not say."""
+    lines = _output("nvidia-smi", "--query-gpu=name,driver_version,power.limit", "--format=csv,noheader").splitlines()
+    values = [value.strip() for value in lines[0].split(",")] if lines else []
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    return (name, values[1], values[2]) if len(values) == 3 else (name, "unknown", "unknown")
+
+
+def _commit() -> str:
+    """The checkout's commit, marked when tracked files differ from it; ``unknown`` without git."""
+    commit = _output("git", "rev-parse", "HEAD")
+    changed = _output("git", "status", "--porcelain", "--untracked-files=no")
+    return commit + ("-dirty" if changed else "") if commit else "unknown"
+
+
+def draw(path: Path, results: Sequence[Result], title: str) -> bool:
+    """Useful TFLOP/s per case as bars, cuBLAS as lines, one panel per direction; False where matplotlib is missing."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.stderr.write(f"bench_layer: no picture {path}: matplotlib is not installed\n")
+        return False
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    timed = [result for result in results if "ms" in result]
+    directions = list(dict.fromkeys(result["direction"] for result in timed))
+    names = list(dict.fromkeys(result["implementation"] for result in timed))
+    figure, axes = plt.subplots(
+        len(directions), 1, figsize=(10, 4 * len(directions)), squeeze=False, layout="constrained"
+    )
+    for panel, direction in zip(axes[:, 0], directions, strict=True):
+        _panel(panel, [result for result in timed if result["direction"] == direction], names)
+        panel.set(ylabel="useful TFLOP/s", title=f"{title}, {direction}")
+    axes[0, 0].legend(loc="lower left", ncols=4, fontsize="small")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return True
+
+
+def _panel(panel: Any, results: Sequence[Result], names: Sequence[str]) -> None:
+    labels = list(dict.fromkeys(_label(result) for result in results))
+    width = 0.8 / len(names)
+    for offset, name in enumerate(names):
+        own = [result for result in results if result["implementation"] == name]
+        places = [labels.index(_label(result)) - 0.4 + (offset + 0.5) * width for result in own]
+        bars = panel.bar(places, [result["tflops"] for result in own], width, label=name)
+        panel.bar_label(bars, [f"{result['ms']:.2f} ms" for result in own], fontsize=7, rotation=90, padding=2)
+    for key, style, label in (
+        ("cublas_tflops", "-", "cuBLAS, bursts"),
+        ("cublas_sustained_tflops", "--", "cuBLAS, sustained"),
+    ):
+        rates = {_label(result): result[key] for result in results}
+        for place, (name, rate) in enumerate(rates.items()):
+            middle = labels.index(name)
+            line_label = label if place == 0 else None
+            panel.hlines(rate, middle - 0.45, middle + 0.45, colors="black", linestyles=style, label=line_label)
+    panel.set_xticks(range(len(labels)), labels)
+    panel.grid(axis="y", alpha=0.3)
+
+
+def _label(result: Result) -> str:
+    ranks = f"\nEP {result['W']}" if result["W"] > 1 else ""
+    routing = "" if result["routing"] == "uniform" else f"\n{result['routing']}"
+    return f"{result['shape']['name']}\nT={result['T']}{ranks}{routing}"
