@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import logging
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mok_megatron.backends import select
 from mok_megatron.config import MoeShape, MokConfig
+from tests.distributed import run_ranks
 
 SHAPE = MoeShape(hidden=16, intermediate=8, num_experts=4, top_k=2)
 CPU = torch.device("cpu")
@@ -44,3 +47,21 @@ def test_an_explicit_cuda_never_falls_back() -> None:
     with pytest.raises(ValueError, match=r"backend=cuda cannot run this layer on cpu.*choose backend=auto") as error:
         select.create_backend(SHAPE, MokConfig(backend="cuda"), None, "cpu", torch.bfloat16)
     assert reason in str(error.value)
+
+
+def _backend_where_one_rank_has_no_kernels(rank: int, world_size: int) -> tuple[str, list[str]]:
+    """Rank 1 alone misses its compiler. No rank may go on with the CUDA backend, which would wait for it."""
+    select.cuda_unavailable_reason = lambda *_: "no nvcc" if rank == 1 else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        shape = replace(SHAPE, ep_size=world_size)
+        backend = select.create_backend(shape, MokConfig(), dist.group.WORLD, "cpu", torch.bfloat16)
+    return backend.name, [str(warning.message) for warning in caught if "slow reference" in str(warning.message)]
+
+
+def test_a_group_falls_back_together_and_says_for_which_rank() -> None:
+    (name_0, warnings_0), (name_1, warnings_1) = run_ranks(2, _backend_where_one_rank_has_no_kernels)
+    assert name_0 == name_1 == "reference"
+    assert len(warnings_0) == len(warnings_1) == 1
+    assert warnings_0[0].endswith(": rank 1 of its expert-parallel group: no nvcc")
+    assert warnings_1[0].endswith("): no nvcc")

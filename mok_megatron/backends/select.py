@@ -26,13 +26,16 @@ def create_backend(
 ) -> Backend:
     """The backend that ``config.backend`` asks for.
 
-    ``auto`` takes ``cuda`` where it can run, else ``reference`` with one warning (``warnings`` and log) per process and
-    reason. An explicit choice never falls back: ``cuda`` raises ValueError with the reason and the remedy.
+    ``auto`` takes ``cuda`` where all ranks of the group can run it, else ``reference`` on all of them, with one warning
+    (``warnings`` and log) per process and reason; collective over ``group``. An explicit choice never falls back:
+    ``cuda`` raises ValueError with the reason and the remedy.
     """
     device = torch.device(device)
     if config.backend == "reference":
         return ReferenceBackend(shape, config, group, device, dtype)
     reason = cuda_unavailable_reason(device, shape, dtype)
+    if config.backend == "auto":
+        reason = _reason_in_group(reason, group)
     if reason is None:
         return CudaBackend.create(shape, config, group, device)
     if config.backend == "cuda":
@@ -42,6 +45,16 @@ def create_backend(
         )
     _warn_once(f"mok_megatron uses the slow reference backend on {device} ({dtype}): {reason}")
     return ReferenceBackend(shape, config, group, device, dtype)
+
+
+def _reason_in_group(reason: str | None, group: dist.ProcessGroup | None) -> str | None:
+    """This rank's reason, or else that of the first rank of the group that has one: all must run the same backend."""
+    if group is None or group.size() == 1:
+        return reason
+    reasons: list[str | None] = [None] * group.size()
+    dist.all_gather_object(reasons, reason, group=group)
+    others = (f"rank {rank} of its expert-parallel group: {other}" for rank, other in enumerate(reasons) if other)
+    return reason or next(others, None)
 
 
 def _warn_once(message: str) -> None:
