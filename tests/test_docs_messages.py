@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from mok_megatron.backends import abi, build, failures
+from mok_megatron.backends.abi import FailRecord
+from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.cli import main
 from mok_megatron.config import MoeShape, MokConfig
 from mok_megatron.convert import convert_text
@@ -116,8 +121,58 @@ def misfit() -> None:
         compat.clear_misfit("megatron.core.made_up")
 
 
+def build_failures(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
+    """Without nvcc, with one that fails, and with one that does not end."""
+    monkeypatch.setenv("MOK_MEGATRON_CACHE", str(folder))
+    monkeypatch.setattr(build, "find_nvcc", lambda: None)
+    messages = [error(lambda: build.build("sm90a"))]
+    nvcc = folder / "nvcc"
+    monkeypatch.setattr(build, "find_nvcc", lambda: str(nvcc))
+    monkeypatch.setattr(build, "_TIME_LIMIT_S", 2)
+    for script, ending in (
+        ("echo no such thing >&2; exit 3", "nvcc failed with exit code 3. "),
+        ("exec sleep 60", "nvcc took more than 2 s"),
+    ):
+        nvcc.write_text(f"#!/bin/sh\n{script}\n")
+        nvcc.chmod(0o755)
+        messages.append(error(lambda: build.build("sm90a")))
+        assert ending in messages[-1]
+    return messages
+
+
+def kernel_failures() -> list[str]:
+    """What the watcher prints for each code that a kernel gives up with; the page explains the same endings."""
+    fields = {"phase": 1, "rank": 0, "layer": 5, "want": 256, "seen": 128, "where": 17}
+    records = [FailRecord(code=code, peer=peer, **fields) for code, peer in ((1, 1), (1, -1), (2, 1), (3, -1), (4, -1))]
+    messages = [f"mok_megatron: {failures.describe(record)}" for record in records]
+    for message, ending in zip(messages[:2], ("for rank 1", "for its own kernels"), strict=True):
+        assert ending in message and f"`{ending.replace('1', 'N')}`" in PAGE
+    assert f"exit code {failures.EXIT_CODE}" in PAGE
+    return messages
+
+
+def more_tokens_than_announced() -> None:
+    """The check of the CUDA backend, which needs no GPU."""
+    backend = CudaBackend.__new__(CudaBackend)
+    backend.workspace = SimpleNamespace(sizes=SimpleNamespace(max_tokens=1024))  # type: ignore[assignment]
+    backend._capacity(2048)
+
+
+def library_of_other_sources() -> None:
+    """A library whose first struct is larger than ours."""
+
+    def mok_abi(index: int, name: ctypes.c_char_p) -> int:
+        ctypes.cast(name, ctypes.POINTER(ctypes.c_char_p))[0] = b"FailRecord"
+        return 4096
+
+    abi._check_abi(SimpleNamespace(mok_abi=mok_abi), Path("libmok.so"))  # type: ignore[arg-type]
+
+
 def test_every_heading_has_its_message(
-    capsys: pytest.CaptureFixture[str], recwarn: pytest.WarningsRecorder, tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
+    recwarn: pytest.WarningsRecorder,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     import torch
 
@@ -140,6 +195,10 @@ def test_every_heading_has_its_message(
         error(lambda: convert_text("x=$(gen --moe-enable-deepep)\nrun --num-experts 8\n", "shell")),
         error(lambda: convert_text("run --moe-token-dispatcher-type $D\n", "shell")),
         error(lambda: convert_text("echo hello\n", "shell")),
+        *build_failures(monkeypatch, tmp_path),
+        *kernel_failures(),
+        error(more_tokens_than_announced),
+        error(library_of_other_sources),
     ]
     for message in messages:
         fitting = [heading for heading in HEADINGS if re.fullmatch(pattern(heading), message.strip(), re.DOTALL)]

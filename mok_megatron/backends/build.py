@@ -95,7 +95,12 @@ def _compile(nvcc: str, architecture: str, output: Path) -> None:
     command += ["-o", str(output), *(str(root / source) for source in SOURCES[architecture])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False)
-    except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{' '.join(command)}\ntook more than {_TIME_LIMIT_S} s") from error
-    if done.returncode != 0:
-        raise BuildError(f"{' '.join(command)}\nfailed with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        failure = None if done.returncode == 0 else f"nvcc failed with exit code {done.returncode}"
+        printed = done.stdout + done.stderr
+    except subprocess.TimeoutExpired:
+        failure, printed = f"nvcc took more than {_TIME_LIMIT_S} s", ""
+    if failure is not None:
+        raise BuildError(
+            f"the kernels for {architecture} could not be compiled: {failure}. `mok-megatron doctor` says which CUDA "
+            f"toolkit is needed.\n{' '.join(command)}\n{printed}"
+        )
