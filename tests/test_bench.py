@@ -379,6 +379,8 @@ def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     results = [made_up(), made_up(implementation="eager", ms=17.0, tflops=330.0), made_up(direction="backward")]
     assert report.draw(tmp_path / "a" / "bench.png", results, "H200")
     assert (tmp_path / "a" / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert not report.draw(tmp_path / "none.png", [{"implementation": "mok", "error": "broke"}], "H200")
+    assert "nothing was measured" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert not report.draw(tmp_path / "none.png", results, "H200")
     assert "matplotlib is not installed" in capsys.readouterr().err

@@ -39,8 +39,8 @@ def ratios(result: Result, results: Sequence[Result]) -> dict[str, float]:
 
 def table(results: Sequence[Result]) -> str:
     """The results as a Markdown table, one line each; below it what could not be measured, with the reason."""
-    lines = [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS)]
-    lines += [f"| {' | '.join(_cells(result, results))} |" for result in results if "ms" in result]
+    rows = [f"| {' | '.join(_cells(result, results))} |" for result in results if "ms" in result]
+    lines = [f"| {' | '.join(_COLUMNS)} |", "|" + "---|" * len(_COLUMNS), *rows] if rows else []
     missing = [
         f"{r['implementation']} on {r['shape']['name']}: {r.get('error') or r.get('unavailable')}"
         for r in results
@@ -134,7 +134,11 @@ def _commit() -> str:
 
 
 def draw(path: Path, results: Sequence[Result], title: str) -> bool:
-    """Useful TFLOP/s per case as bars, cuBLAS as lines, one panel per direction; False where matplotlib is missing."""
+    """Useful TFLOP/s per case as bars, cuBLAS as lines, a panel per direction; False, said on stderr, if it cannot."""
+    timed = [result for result in results if "ms" in result]
+    if not timed:
+        sys.stderr.write(f"bench_layer: no picture {path}: nothing was measured\n")
+        return False
     try:
         import matplotlib
     except ImportError:
@@ -143,7 +147,6 @@ def draw(path: Path, results: Sequence[Result], title: str) -> bool:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    timed = [result for result in results if "ms" in result]
     directions = list(dict.fromkeys(result["direction"] for result in timed))
     names = list(dict.fromkeys(result["implementation"] for result in timed))
     figure, axes = plt.subplots(
@@ -152,7 +155,7 @@ def draw(path: Path, results: Sequence[Result], title: str) -> bool:
     for panel, direction in zip(axes[:, 0], directions, strict=True):
         _panel(panel, [result for result in timed if result["direction"] == direction], names)
         panel.set(ylabel="useful TFLOP/s", title=f"{title}, {direction}")
-    axes[0, 0].legend(loc="lower left", ncols=4, fontsize="small")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -166,7 +169,9 @@ def _panel(panel: Any, results: Sequence[Result], names: Sequence[str]) -> None:
         own = [result for result in results if result["implementation"] == name]
         places = [labels.index(_label(result)) - 0.4 + (offset + 0.5) * width for result in own]
         bars = panel.bar(places, [result["tflops"] for result in own], width, label=name)
-        panel.bar_label(bars, [f"{result['ms']:.2f} ms" for result in own], fontsize=7, rotation=90, padding=2)
+        panel.bar_label(
+            bars, [f"{result['ms']:.2f} ms" for result in own], fontsize=7, rotation=90, label_type="center"
+        )
     for key, style, label in (
         ("cublas_tflops", "-", "cuBLAS, bursts"),
         ("cublas_sustained_tflops", "--", "cuBLAS, sustained"),

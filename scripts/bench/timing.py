@@ -123,8 +123,10 @@ class CudaMeter:
     def launches(self, call: Call) -> int | None:
         """See ``Meter.launches``. Counted by torch's profiler."""
         from torch._C._autograd import DeviceType
-        from torch.profiler import ProfilerActivity, profile
+        from torch.profiler import ProfilerActivity, profile, supported_activities
 
+        if ProfilerActivity.CUDA not in supported_activities():
+            return None
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as profiler:
             call(0)
