@@ -91,6 +91,23 @@ def start_megatron(expert_parallel: int = 1, *, device: str = "cpu") -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1)
 
 
+class _Projection(torch.nn.Linear):
+    """Stands in for Transformer Engine's linear, which alone can be a latent projection and does not run on the CPU."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, **_ignored: Any) -> None:
+        super().__init__(inputs, outputs, bias=bias)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return super().forward(x), None
+
+
+def stand_in_for_latent_projections() -> None:
+    """Let MoELayer build its latent projections without Transformer Engine, for the rest of this process."""
+    from megatron.core.transformer.moe import moe_layer as megatron_layer
+
+    megatron_layer.HAVE_TE, megatron_layer.TELinear = True, _Projection
+
+
 def make_config(dispatcher: str = "mok", **changes: Any) -> Any:
     """A TransformerConfig of one small MoE layer."""
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -16,10 +16,12 @@ FP32_TOLERANCE = 1e-6
 
 def _layer_cases(rank: int, world: int) -> dict[str, dict[str, float]]:
     moe_layers.start_megatron(expert_parallel=world)
+    moe_layers.stand_in_for_latent_projections()
     errors = {}
     cases = {name: (changes, {}) for name, changes in moe_layers.LAYER_CASES.items()}
     padded = torch.arange(24 - 7 * rank).expand(2, -1) >= 15  # True marks padding, whatever the docstring says
     cases["padding mask"] = ({"moe_router_load_balancing_type": "none"}, {"padding_mask": padded})
+    cases["latent"] = ({"moe_latent_size": 16, "moe_shared_expert_intermediate_size": 40}, {})
     for name, (changes, arguments) in cases.items():
         x = moe_layers.tokens(rank)
         twins = moe_layers.build_twins(**changes)
@@ -31,7 +33,7 @@ def _layer_cases(rank: int, world: int) -> dict[str, dict[str, float]]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_whole_layer_in_fp32(world: int) -> None:
     for rank, errors in enumerate(run_ranks(world, _layer_cases)):
-        assert len(errors) == len(moe_layers.LAYER_CASES) + 1
+        assert len(errors) == len(moe_layers.LAYER_CASES) + 2
         bad = {case: worst for case, found in errors.items() if (worst := moe_layers.worst(found))[0] > FP32_TOLERANCE}
         assert not bad, f"rank {rank}: {bad}"
 
