@@ -146,6 +146,8 @@ class ModelConfig:
                 _check_layout(self.architecture_for(layout), layout)
             except ValueError as error:
                 raise ValueError(f"layouts.{name}: {error}") from error
+        if self.published is not None:
+            _check_published(self.published, *self.num_params())
 
     def layout(self, name: str | None = None) -> Layout:
         """The layout called ``name``; None is the first one of the file."""
@@ -221,6 +223,19 @@ def load_model_config(config: str | Path) -> ModelConfig:
         return build(ModelConfig, {"name": path.stem, **loaded})
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _check_published(published: Published, total: int, active: int) -> None:
+    """Refuse an architecture of another size than the published one: off by more than 5 % and the last digit given."""
+    for name, counted, expected, unit in (
+        ("total", total, published.total, published.total_unit),
+        ("active", active, published.active, published.active_unit),
+    ):
+        if abs(counted - expected) > max(0.05 * expected, unit):
+            raise ValueError(
+                f"published.{name} is {expected:.4g} but the architecture has {counted:.4g} parameters: correct "
+                f"what is wrong, or leave `published` out for a model of another size"
+            )
 
 
 def _check_flags(flags: Mapping[str, Any], where: str) -> None:

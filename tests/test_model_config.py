@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -214,10 +215,20 @@ def test_indexer_and_linear_attention_are_counted_where_they_are(tmp_path: Path)
 def test_mtp_is_counted_where_the_publication_counts_it(tmp_path: Path) -> None:
     data = changed("architecture.mtp_layers", 2)
     without = load_model_config(write(tmp_path, data)).num_params()
-    data["published"] = {"total": 1, "active": 1, "source": "x", "with_mtp": True}
-    config = load_model_config(write(tmp_path, data))
     one_layer = 64 * 128 + 2 * 64 * 32 + 128 * 64 + 16 * 64 + 16 * 3 * 64 * 32 + 2 * 64 * 64 + 5 * 64
-    assert config.num_params()[0] - without[0] == 2 * one_layer
+    total = without[0] + 2 * one_layer
+    data["published"] = {"total": total, "active": without[1], "active_unit": total, "source": "x", "with_mtp": True}
+    assert load_model_config(write(tmp_path, data)).num_params()[0] == total
+
+
+@pytest.mark.parametrize(("total", "active"), [(1.1, 1.0), (1.0, 0.9)])
+def test_an_architecture_of_another_size_than_published_is_refused(tmp_path: Path, total: float, active: float) -> None:
+    """Such as a copied config with other layers, under the old model's figures."""
+    counted = load(tmp_path).num_params()
+    figures = {"total": total * counted[0], "active": active * counted[1], "source": "x"}
+    name, value = ("total", counted[0]) if total > 1 else ("active", counted[1])
+    with pytest.raises(ValueError, match=f"published.{name} is .* the architecture has {re.escape(f'{value:.4g}')}"):
+        load(tmp_path, "published", figures)
 
 
 def test_layout_overrides_change_the_architecture_only_there(tmp_path: Path) -> None:
