@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,37 +52,46 @@ CASES: dict[str, tuple[int, str]] = {
 """Name -> (processes, arguments). EP: expert parallel; EDP: expert data parallel; PP: pipeline parallel."""
 
 
+DISPATCHERS = {"mok": {"RoutingCarrier"}, "alltoall": {"MoEAlltoAllTokenDispatcher"}}
+"""What the layers of a run say about themselves."""
+
+
+def make_job(
+    corpus: Path,
+    case: str,
+    dispatcher: str,
+    extra: str = "",
+    *,
+    patch: str | None = None,
+    start_order: tuple[int, ...] | None = None,
+) -> Job:
+    """The run of one case on ``corpus``; ``extra`` arguments come last and win."""
+    world_size, args = CASES[case]
+    given = f"{_MODEL} {_TRAINING} --train-iters {ITERATIONS} --moe-token-dispatcher-type {dispatcher} {args}"
+    return Job(
+        world_size=world_size,
+        args=(*shlex.split(given), *training_args(corpus), *shlex.split(extra)),
+        patch=patch,
+        start_order=start_order,
+    )
+
+
 class Pretrain:
     """Runs the cases; what was run before is answered from memory, so that cases share their ``alltoall`` runs."""
 
     def __init__(self, server: PretrainServer, corpus: Path) -> None:
         self.server = server
-        self._data = training_args(corpus)
+        self._corpus = corpus
 
-    def job(
-        self,
-        case: str,
-        dispatcher: str,
-        extra: str = "",
-        *,
-        patch: str | None = None,
-        start_order: tuple[int, ...] | None = None,
-    ) -> Job:
-        """The run of one case; ``extra`` arguments come last and win."""
-        world_size, args = CASES[case]
-        given = f"{_MODEL} {_TRAINING} --train-iters {ITERATIONS} --moe-token-dispatcher-type {dispatcher} {args}"
-        return Job(
-            world_size=world_size,
-            args=(*shlex.split(given), *self._data, *shlex.split(extra)),
-            patch=patch,
-            start_order=start_order,
-        )
+    def job(self, case: str, dispatcher: str, extra: str = "", **changes: Any) -> Job:
+        """See ``make_job``."""
+        return make_job(self._corpus, case, dispatcher, extra, **changes)
 
     def run(self, case: str, dispatcher: str, extra: str = "") -> list[RankReport]:
         """The reports of one case by rank; checks that the dispatcher asked for is the one that ran."""
         reports = self.server.run(self.job(case, dispatcher, extra), timeout_s=120)
         dispatchers = {name for report in reports for name in report.dispatchers}
-        assert dispatchers == {"mok": {"RoutingCarrier"}, "alltoall": {"MoEAlltoAllTokenDispatcher"}}[dispatcher]
+        assert dispatchers == DISPATCHERS[dispatcher]
         return reports
 
 

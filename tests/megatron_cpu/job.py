@@ -32,6 +32,7 @@ class RankReport:
         grad_norms: per iteration, before clipping.
         weights: SHA-256 of all parameters' bytes after the last iteration.
         dispatchers: class names of the MoE layers' token dispatchers on this rank.
+        backends: names of the backends of its ``mok`` layers.
         megatron: version of megatron-core.
     """
 
@@ -39,4 +40,5 @@ class RankReport:
     grad_norms: list[float] = field(default_factory=list)
     weights: str = ""
     dispatchers: list[str] = field(default_factory=list)
+    backends: list[str] = field(default_factory=list)
     megatron: str = ""

@@ -52,6 +52,8 @@ def run(job: Job, rank: int, port: int) -> dict[str, Any]:
         for module in model.modules():
             if hasattr(module, "token_dispatcher"):
                 report.dispatchers.append(type(module.token_dispatcher).__name__)
+            if hasattr(module, "fused_experts"):
+                report.backends.append(module.fused_experts.backend.name)
     version = importlib.import_module("megatron.core").__version__
     return {**asdict(report), "weights": digest.hexdigest(), "megatron": version}
 

@@ -1,0 +1,80 @@
+"""One rank of a whole ``pretrain()`` run on the GPU, nothing replaced: ``python -m tests.gpu_pretrain JOB REPORT``.
+
+Reads a Job and writes its RankReport, both JSON. ``run_jobs`` runs several at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from tests.megatron_cpu.job import Job, RankReport
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def main() -> None:
+    """Run the job of the command line as its only rank."""
+    job_path, report_path = map(Path, sys.argv[1:])  # the run puts Megatron's command line there
+    job = Job(**json.loads(job_path.read_text(encoding="utf-8")))
+    import mok_megatron  # noqa: F401 (installs the hooks, whatever autoload does)
+    from tests.megatron_cpu import rank
+
+    report = rank.run(job, rank=0, port=int(os.environ["MASTER_PORT"]))
+    report_path.write_text(json.dumps(report), encoding="utf-8")
+
+
+def run_jobs(jobs: dict[str, Job], folder: Path, timeout_s: float) -> dict[str, RankReport]:
+    """Run one-rank jobs side by side on the GPU, each in a process of its own; reports by name.
+
+    Raises RuntimeError with the end of the log of a job that failed or was not done after ``timeout_s``.
+    """
+    running = {name: _start(job, folder / name) for name, job in jobs.items()}
+    deadline = time.monotonic() + timeout_s
+    try:
+        for process in running.values():
+            process.wait(timeout=max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        for process in running.values():
+            process.kill()
+            process.wait()
+    reports = {}
+    for name, process in running.items():
+        if process.returncode != 0:
+            tail = (folder / name / "log.txt").read_text(errors="replace")[-4000:]
+            raise RuntimeError(f"{name} ended with code {process.returncode}; the end of its log:\n{tail}")
+        reports[name] = RankReport(**json.loads((folder / name / "report.json").read_text(encoding="utf-8")))
+    return reports
+
+
+def _start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        "MASTER_PORT": str(_free_port()),
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic matrix products
+        "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than these runs
+    }
+    command = [sys.executable, "-m", "tests.gpu_pretrain", str(folder / "job.json"), str(folder / "report.json")]
+    with (folder / "log.txt").open("wb") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()
