@@ -22,6 +22,8 @@ const AbiEntry kAbi[] = {
     MOK_SIZE(CallParams),
     MOK_SIZE(ScheduleParams),
     MOK_SIZE(ForwardParams),
+    MOK_SIZE(ReopenParams),
+    MOK_SIZE(BackwardParams),
     MOK_OFFSET(FailRecord, where),
     MOK_OFFSET(SymmetricLayout, y_rows),
     MOK_OFFSET(CallParams, layout),
@@ -36,6 +38,13 @@ const AbiEntry kAbi[] = {
     MOK_OFFSET(ForwardParams, y),
     MOK_OFFSET(ForwardParams, intermediate),
     MOK_OFFSET(ForwardParams, linear_offset),
+    MOK_OFFSET(ReopenParams, counters),
+    MOK_OFFSET(BackwardParams, dy),
+    MOK_OFFSET(BackwardParams, w1_maps),
+    MOK_OFFSET(BackwardParams, row_weights),
+    MOK_OFFSET(BackwardParams, d_weights),
+    MOK_OFFSET(BackwardParams, intermediate),
+    MOK_OFFSET(BackwardParams, wants_dx),
 };
 
 } // namespace
@@ -50,11 +59,12 @@ extern "C" int64_t mok_abi(int32_t index, const char** name) {
 }
 
 // Tensor maps of `count` row-major bf16 matrices [parts * rows, columns] at `matrices` (device addresses), written to
-// `maps` (host, 128 bytes each). With parts = 2 the map has a third dimension (gate, up), so that boxes end at `rows`.
+// `maps` (host, 128 bytes each), in boxes of box_rows x 64. With parts = 2 the map has a third dimension (gate, up), so
+// that boxes end at `rows`.
 extern "C" const char* mok_encode_weights(void* maps, const void* const* matrices, int32_t count, int32_t parts,
-                                          int32_t rows, int32_t columns) {
+                                          int32_t rows, int32_t columns, int32_t box_rows) {
   using namespace mok;
-  constexpr uint32_t kBoxColumns = 64, kBoxRows = 128;
+  constexpr uint32_t kBoxColumns = 64;
   const auto c = static_cast<uint64_t>(columns), r = static_cast<uint64_t>(rows);
   for (int32_t i = 0; i < count; ++i) {
     CUtensorMap map;
@@ -62,7 +72,7 @@ extern "C" const char* mok_encode_weights(void* maps, const void* const* matrice
                           parts == 1 ? 2 : 3,
                           {c, r, static_cast<uint64_t>(parts)},
                           {2 * c, 2 * c * r},
-                          {kBoxColumns, kBoxRows, 1}};
+                          {kBoxColumns, static_cast<uint32_t>(box_rows), 1}};
     if (const char* error = encode_map(&map, spec)) return error;
     std::memcpy(static_cast<uint8_t*>(maps) + sizeof(map) * i, &map, sizeof(map));
   }

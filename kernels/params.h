@@ -45,20 +45,23 @@ enum class Phase : int32_t {
   kFc1 = 4,
   kFc2 = 5,
   kCombine = 6,
+  kWgrad = 7,
 };
 
 // Byte offsets of the regions that peers read or write, the same on every rank.
 struct SymmetricLayout {
-  int64_t counts_ready;  // uint32 [W] epoch up to which counts of rank w are here (written by w)
-  int64_t tables_ready;  // uint32 [W] epoch up to which row_source entries of rank w are here (written by w)
-  int64_t abort;         // uint32 rank + 1 of a rank that failed, else 0
-  int64_t counts;        // int32 [2][W][E] routes of rank w per expert, by epoch parity (row w written by w)
-  int64_t fc2_done;      // uint32 [2][B] finished FC2 column tiles per row block, by epoch parity
-  int64_t row_source;    // RowSource [C] (written by the source ranks)
-  int64_t slot_dst_rank; // int32 [T_max, K]
-  int64_t slot_dst_row;  // int32 [T_max, K]
-  int64_t y_rows;        // bf16 [C, H] expert outputs
-  int64_t x;             // bf16 [T_max, H] copy of the layer input; unused when W = 1
+  int64_t counts_ready;   // uint32 [W] epoch up to which counts of rank w are here (written by w)
+  int64_t tables_ready;   // uint32 [W] epoch up to which row_source entries of rank w are here (written by w)
+  int64_t abort;          // uint32 rank + 1 of a rank that failed, else 0
+  int64_t counts;         // int32 [2][W][E] routes of rank w per expert, by epoch parity (row w written by w)
+  int64_t fc2_done;       // uint32 [2][B] finished FC2 column tiles per row block, by epoch parity
+  int64_t row_source;     // RowSource [C] (written by the source ranks)
+  int64_t slot_dst_rank;  // int32 [T_max, K]
+  int64_t slot_dst_row;   // int32 [T_max, K]
+  int64_t weights;        // fp32 [T_max, K] router weights, for backward
+  int64_t d_weight_parts; // fp32 [C, ceil(I / 256)] parts of each row's router weight gradient
+  int64_t y_rows;         // bf16 [C, H] expert outputs
+  int64_t x;              // bf16 [T_max, H] copy of the layer input; unused when W = 1
   int64_t bytes;
 };
 
@@ -67,8 +70,8 @@ struct CallParams {
   uint8_t* const* peers; // [W] device array: base of each rank's symmetric workspace, own one included
   uint8_t* local;        // base of this rank's symmetric workspace
   SymmetricLayout layout;
-  uint32_t* epoch;    // [2] schedules built so far, advanced on the device; 1 once a thread has failed
-  FailRecord* fail;   // [1] host memory
+  uint32_t* epoch;  // [3] calls opened so far, advanced on the device; 1 once a thread has failed; blocks done opening
+  FailRecord* fail; // [1] host memory
   int64_t spin_limit; // nanoseconds a wait may take
   int32_t rank;
   int32_t world;    // W
@@ -125,8 +128,8 @@ struct ForwardParams {
   void* x_rows;                    // bf16 [C, H]
   void* h;                         // bf16 [C, I]
   void* gate_up;                   // bf16 [C, 2I] or null: not kept
-  int32_t* out_row_src_rank;       // [C] or null: not kept
-  int32_t* out_row_src_slot;       // [C] or null
+  int32_t* row_src_rank;           // [C] copied from row_source; with rebuild they are read instead
+  int32_t* row_src_slot;           // [C]
   void* y;                         // bf16 [T, H]
   int32_t intermediate;            // I
   int32_t lag;                     // experts between FC1 and FC2 (tile_order.h)
@@ -134,6 +137,61 @@ struct ForwardParams {
   int32_t comm_sms;                // SMs whose communication warps move rows
   float clamp;                     // SwiGLU limit, +inf when there is none
   float linear_offset;             // added to up
+  int32_t rebuild;                 // only x_rows and, where not null, gate_up, for backward; no h, y_rows or y
+  int32_t unused;
+};
+
+// Opens a call that uses an earlier call's schedule: one launch before a megakernel that has no schedule kernels.
+struct ReopenParams {
+  CallParams call;
+  const void* tokens;              // bf16 [T, H] that peers will pull, copied when W > 1
+  const float* weights;            // [T, K] published when W > 1
+  const int32_t* slot_dst_rank;    // [T, K] published when W > 1
+  const int32_t* slot_dst_row;     // [T, K]
+  const int32_t* expert_first_row; // [e + 1]
+  uint32_t* tile_table;            // [e + 1] rebuilt here
+  uint32_t* counters;              // [2B + kCounterWords + e] zeroed here
+  int32_t sms;                     // SMs this launch may use
+  int32_t unused;
+};
+
+// Where the gradient of one weight goes; null address: frozen.
+enum class GradType : int32_t { kFloat32 = 0, kBfloat16 = 1 };
+
+// The backward megakernel and the small launch before it.
+struct BackwardParams {
+  CallParams call;
+  const void* dy;                  // bf16 [T, H], copied to the symmetric x when W > 1
+  const float* weights;            // [T, K]
+  const int32_t* slot_dst_rank;    // [T, K]
+  const int32_t* slot_dst_row;     // [T, K]
+  const int32_t* row_src_rank;     // [C]
+  const int32_t* row_src_slot;     // [C]
+  const int32_t* expert_first_row; // [e + 1]
+  const uint32_t* tile_table;      // [e + 1]
+  uint32_t* counters;              // [2B + kCounterWords + e] as in ScheduleParams, then dgrad tiles per expert
+  const void* w1_maps;             // CUtensorMap [e]: weights [2I, H], boxes of 64 x 64
+  const void* w2_maps;             // CUtensorMap [e]: weights [H, I]
+  const void* x_rows;              // bf16 [C, H] as forward kept them
+  const void* gate_up;             // bf16 [C, 2I]
+  void* dy_rows;                   // bf16 [C, H] scratch
+  void* d_gate_up;                 // bf16 [C, 2I] scratch
+  void* h_rows;                    // bf16 [C, I] scratch: activation times router weight
+  float* row_weights;              // [C] scratch
+  void* const* w1_grads;           // [e] addresses of [2I, H] in grad_type, null where frozen; null: all are
+  void* const* w2_grads;           // [e] addresses of [H, I]
+  void* dx;                        // bf16 [T, H], where wanted
+  float* d_weights;                // [T, K]
+  int32_t intermediate;            // I
+  int32_t lag;
+  int32_t sms;
+  int32_t comm_sms;
+  float clamp;
+  float linear_offset;
+  int32_t grad_type;  // GradType of every weight gradient of the call
+  int32_t accumulate; // add to what is there
+  int32_t wants_dx;   // the same on every rank, also where T is 0
+  int32_t unused;
 };
 
 } // namespace mok

@@ -23,6 +23,9 @@ from mok_megatron.tile_order import BLOCK_ROWS
 TOKENS_PER_BLOCK = 64
 """Tokens per thread block of the schedule kernels (kernels/params.h)."""
 
+BACKWARD_TILE_COLUMNS = 256
+"""Columns of a backward tile (kernels/sm90/mainloop.cuh): a row's weight gradient has a part per column tile of I."""
+
 COUNTER_WORDS = 128
 """Words of tickets behind the per-block counters (kernels/params.h)."""
 
@@ -127,6 +130,8 @@ def symmetric_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple
         ("row_source", (ring_rows, 2), _INT32),
         ("slot_dst_rank", slots, _INT32),
         ("slot_dst_row", slots, _INT32),
+        ("weights", slots if world > 1 else (0,), _FP32),
+        ("d_weight_parts", (ring_rows, -(-shape.intermediate // BACKWARD_TILE_COLUMNS)), _FP32),
         ("y_rows", (ring_rows, shape.hidden), _BF16),
         ("x", (copied, shape.hidden), _BF16),
     )
@@ -137,8 +142,8 @@ def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[B
     """The CUDA backend's buffers of one rank that only its own kernels touch."""
     token_blocks = max(1, -(-max_tokens // TOKENS_PER_BLOCK))
     sizes: tuple[tuple[str, tuple[int, ...], int], ...] = (
-        ("epoch", (2,), _INT32),
-        ("counters", (2 * -(-ring_rows // BLOCK_ROWS) + COUNTER_WORDS,), _INT32),
+        ("epoch", (3,), _INT32),
+        ("counters", (2 * -(-ring_rows // BLOCK_ROWS) + COUNTER_WORDS + shape.experts_per_rank,), _INT32),
         ("tile_table", (shape.experts_per_rank + 1,), _INT32),
         ("route_base", (shape.num_experts,), _INT32),
         ("block_counts", (token_blocks, shape.num_experts), _INT32),
@@ -147,51 +152,32 @@ def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[B
         ("last_next", (shape.experts_per_rank,), _INT32),
         ("h", (ring_rows, shape.intermediate), _BF16),
         ("x_rows", (ring_rows, shape.hidden), _BF16),
+        ("row_weights", (ring_rows,), _FP32),
+        ("d_gate_up", (ring_rows, 2 * shape.intermediate), _BF16),
     )
     return tuple(Buffer(name=n, shape=size, element_bytes=b) for n, size, b in sizes)
 
 
-def backward_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> tuple[Buffer, ...]:
-    """What the backward kernels will need beside forward's buffers: an estimate, nothing allocates them yet.
+def workspace_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[Buffer, ...]:
+    """Every buffer of the workspace of one rank (bf16).
 
-    They use those again: dY through ``x`` and ``x_rows``, dX through ``y_rows``, the weighted h through ``h``. Without
-    ``save_x`` x and dY are needed at once, hence a second pair.
+    Backward uses forward's again: dY goes through ``x`` and ``x_rows``, dX through ``y_rows``, the weighted h through
+    ``h``.
     """
-    copied = max_tokens if shape.ep_size > 1 else 0
-    needed = [
-        Buffer(name="d_weight_rows", shape=(ring_rows,), element_bytes=_FP32, symmetric=True),
-        Buffer(name="d_gate_up", shape=(ring_rows, 2 * shape.intermediate), element_bytes=_BF16),
-    ]
-    if not save_x:
-        needed.append(Buffer(name="dy", shape=(copied, shape.hidden), element_bytes=_BF16, symmetric=True))
-        needed.append(Buffer(name="dy_rows", shape=(ring_rows, shape.hidden), element_bytes=_BF16))
-    return tuple(needed)
+    return (*symmetric_buffers(shape, max_tokens, ring_rows), *scratch_buffers(shape, max_tokens, ring_rows))
 
 
-def allocated_bytes(shape: MoeShape, max_tokens: int, ring_rows: int) -> int:
+def workspace_bytes(shape: MoeShape, max_tokens: int, ring_rows: int) -> int:
     """Bytes that the CUDA backend allocates on one rank, exactly: its symmetric and its local allocation."""
-    return _two_allocations(
-        symmetric_buffers(shape, max_tokens, ring_rows), scratch_buffers(shape, max_tokens, ring_rows)
-    )
-
-
-def workspace_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> tuple[Buffer, ...]:
-    """Every buffer to plan for on one rank (bf16): those that are allocated, and the estimate for backward."""
-    return (
-        *symmetric_buffers(shape, max_tokens, ring_rows),
-        *scratch_buffers(shape, max_tokens, ring_rows),
-        *backward_buffers(shape, max_tokens, ring_rows, save_x=save_x),
-    )
-
-
-def workspace_bytes(shape: MoeShape, max_tokens: int, ring_rows: int, *, save_x: bool = True) -> int:
-    """Bytes to plan for on one rank, for up to ``max_tokens`` tokens: ``allocated_bytes`` and backward's buffers."""
-    buffers = workspace_buffers(shape, max_tokens, ring_rows, save_x=save_x)
-    return _two_allocations([b for b in buffers if b.symmetric], [b for b in buffers if not b.symmetric])
-
-
-def _two_allocations(symmetric: Sequence[Buffer], local: Sequence[Buffer]) -> int:
+    symmetric, local = (f(shape, max_tokens, ring_rows) for f in (symmetric_buffers, scratch_buffers))
     return placed(symmetric)[1] + placed(local)[1]
+
+
+def rebuilt_bytes(shape: MoeShape, ring_rows: int, *, recompute: bool, save_x: bool) -> int:
+    """Bytes of what a backward call makes again because forward did not keep it, while it runs: x rows, gate and up."""
+    _require("ring_rows", ring_rows, 1)
+    width = (0 if save_x and not recompute else shape.hidden) + (2 * shape.intermediate if recompute else 0)
+    return ring_rows * width * _BF16
 
 
 def saved_buffers(
@@ -252,7 +238,7 @@ def describe_workspace(shape: MoeShape, max_tokens: int, ring_rows: int) -> str:
     largest = sorted(buffers, key=lambda buffer: buffer.bytes, reverse=True)[:4]
     parts = ", ".join(f"{buffer.name} {format_bytes(buffer.bytes)}" for buffer in largest)
     return (
-        f"workspace {format_bytes(allocated_bytes(shape, max_tokens, ring_rows))} per rank "
+        f"workspace {format_bytes(workspace_bytes(shape, max_tokens, ring_rows))} per rank "
         f"({format_bytes(placed(symmetric)[1])} symmetric) for T<={max_tokens}, "
         f"H={shape.hidden}, I={shape.intermediate}, K={shape.top_k}, W={shape.ep_size}, ring {ring_rows} rows: "
         f"{parts}"

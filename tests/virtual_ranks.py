@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from mok_megatron import memory
-from mok_megatron.backends.base import Saved
+from mok_megatron.autograd import _scatter_to_experts
+from mok_megatron.backends.base import Saved, WeightGrads
 from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.config import Activation, MoeShape, MokConfig
@@ -22,8 +23,8 @@ from mok_megatron.schedule import Schedule
 DEVICE = torch.device("cuda", 0)
 CANARY = 0xA5
 
-DATA_BUFFERS = ("row_source", "slot_dst_rank", "slot_dst_row", "y_rows", "x")
-DATA_SCRATCH = ("h", "x_rows", "block_counts", "route_base", "token_order")
+DATA_BUFFERS = ("row_source", "slot_dst_rank", "slot_dst_row", "weights", "d_weight_parts", "y_rows", "x")
+DATA_SCRATCH = ("h", "x_rows", "block_counts", "route_base", "token_order", "row_weights", "d_gate_up")
 """Buffers that hold no state between calls, so a call must not read what an earlier one left there."""
 
 
@@ -134,6 +135,47 @@ class VirtualRanks:
             outputs.append(RankOutput(y, schedule, saved))
         torch.cuda.synchronize()
         return outputs
+
+    def backward(
+        self,
+        dy: Tensor,
+        outputs: Sequence[RankOutput],
+        w1: Tensor,
+        w2: Tensor,
+        dw1: Sequence[Tensor | None],
+        dw2: Sequence[Tensor | None],
+        *,
+        accumulate: bool,
+        needs_dx: bool = True,
+        delays: Sequence[int] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """``dx [sum T, H]`` (empty unless ``needs_dx``) and dense ``dprobs [sum T, E]``; sinks by expert."""
+        local, counts = self.shape.experts_per_rank, [output.y.shape[0] for output in outputs]
+        parts = dy.split(counts)
+        jobs = []
+        for rank, backend in enumerate(self.backends):
+            held = slice(rank * local, (rank + 1) * local)
+            grads = WeightGrads(w1=list(dw1[held]), w2=list(dw2[held]), accumulate=accumulate)
+            backend.prepare(list(w1[held]), list(w2[held]))
+            backend._grad_tables.of(grads.w1)
+            backend._grad_tables.of(grads.w2)
+            jobs.append((backend, list(w1[held]), list(w2[held]), grads))
+        results = []
+        torch.cuda.synchronize()
+        for rank, (backend, first, second, grads) in enumerate(jobs):
+            saved = outputs[rank].saved
+            assert saved is not None
+            with torch.cuda.stream(self.streams[rank]):
+                if delays is not None:
+                    torch.cuda._sleep(delays[rank])
+                results.append(backend.backward(parts[rank], saved, first, second, grads, needs_dx=needs_dx, layer=1))
+        torch.cuda.synchronize()
+        dprobs = [
+            _scatter_to_experts(output.schedule.experts, result[1], self.shape.num_experts, torch.float32)
+            for output, result in zip(outputs, results, strict=True)
+        ]
+        dx = [result[0] for result in results if result[0] is not None]
+        return torch.cat(dx) if dx else torch.empty(0), torch.cat(dprobs)
 
     def close(self) -> None:
         """Free the workspaces."""

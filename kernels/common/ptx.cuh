@@ -17,10 +17,12 @@ template <int kPending> __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Shared-memory matrix descriptor of a K-major operand in 128-byte-swizzled rows of 64 bf16; 8 rows are 1024 bytes.
-__device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
+// Shared-memory matrix descriptor of an operand in 128-byte-swizzled rows of 64 bf16; 8 rows are 1024 bytes. K-major: a
+// row holds 64 k of one line of the operand. Otherwise a row holds 64 lines at one k, and further blocks of 64 lines
+// follow kBlockBytes apart.
+template <int kBlockBytes> __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
   const uint64_t address = __cvta_generic_to_shared(tile);
-  return (address & 0x3FFFF) >> 4 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+  return (address & 0x3FFFF) >> 4 | uint64_t{kBlockBytes >> 4} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
 }
 
 #define MOK_ACC8(i)                                                                                                    \
@@ -29,8 +31,9 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(const void* tile) {
 #define MOK_ACC32(i) MOK_ACC8(i), MOK_ACC8(i + 8), MOK_ACC8(i + 16), MOK_ACC8(i + 24)
 
 // acc[64 x 256] (+)= A[64 x 16] B[256 x 16]^T, bf16 in, fp32 out; replaces acc unless kAccumulate.
-// Thread t holds rows 16 (t / 32) + t % 32 / 4 and 8 further; acc[4 j ..] are columns 8 j + t % 4 * 2 and 1 further.
-template <bool kAccumulate>
+// kTransposedA, kTransposedB: the operand is not K-major. Thread t holds rows 16 (t / 32) + t % 32 / 4 and 8 further;
+// acc[4 j ..] are columns 8 j + t % 4 * 2 and 1 further.
+template <bool kAccumulate, bool kTransposedA, bool kTransposedB>
 __device__ __forceinline__ void wgmma_m64n256k16(float (&acc)[128], uint64_t a, uint64_t b) {
   asm volatile("{\n"
                ".reg .pred p;\n"
@@ -44,10 +47,10 @@ __device__ __forceinline__ void wgmma_m64n256k16(float (&acc)[128], uint64_t a, 
                "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
                "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
                "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
-               "%128, %129, p, 1, 1, 0, 0;\n"
+               "%128, %129, p, 1, 1, %131, %132;\n"
                "}\n"
                : MOK_ACC32(0), MOK_ACC32(32), MOK_ACC32(64), MOK_ACC32(96)
-               : "l"(a), "l"(b), "n"(int{kAccumulate}));
+               : "l"(a), "l"(b), "n"(int{kAccumulate}), "n"(int{kTransposedA}), "n"(int{kTransposedB}));
 }
 
 #undef MOK_ACC32

@@ -56,6 +56,13 @@ __device__ __forceinline__ uint32_t wait_flag(const CallParams& call, const uint
   }
 }
 
+template <bool kSystem> __device__ __forceinline__ void add_release(uint32_t* counter, uint32_t value) {
+  if constexpr (kSystem)
+    add_release_system(counter, value);
+  else
+    add_release_gpu(counter, value);
+}
+
 // Epochs are compared so that wrapping around 2^32 does no harm.
 __device__ __forceinline__ bool epoch_reached(uint32_t seen, uint32_t want) {
   return static_cast<int32_t>(seen - want) >= 0;

@@ -1,4 +1,4 @@
-// Weighted sum of a token's expert outputs, pulled from the ranks that computed them.
+// Sum of a token's rows over its routes, pulled from the ranks that computed them.
 #pragma once
 
 #include "../common/sync.cuh"
@@ -19,35 +19,52 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// y[t] = sum over k, ascending, of weight[t, k] * row of slot (t, k): fp32, one rounding. A warp takes whole tokens
-// from a ticket, those first whose experts come first; kInFlight rows are loaded at once.
-template <bool kSystem>
-__device__ __forceinline__ void combine_tokens(const ForwardParams& p, uint32_t* tickets, uint32_t epoch) {
+// What is summed: rows of the ranks' symmetric y_rows, complete when the row block's fc2_done counter says `columns`.
+struct TokenSums {
+  const float* weights;         // [T, K] factors, or null: 1
+  const int32_t* slot_dst_rank; // [T, K]
+  const int32_t* slot_dst_row;  // [T, K]
+  const int32_t* token_order;   // [T], or null: by number
+  void* out;                    // bf16 [T, H], or null: only slot sums are wanted
+  uint32_t columns;
+};
+
+// No further result per slot.
+struct NoSlotSums {
+  __device__ __forceinline__ void operator()(int64_t /*slot*/, int32_t /*rank*/, int32_t /*row*/) const {}
+};
+
+// out[t] = sum over k, ascending, of weight[t, k] * row of slot (t, k): fp32, one rounding. A warp takes whole tokens
+// from a ticket, those first whose experts come first; `per_slot(slot, rank, row)` is called by one lane per slot, with
+// rank -1 where the route is absent, when the row is complete.
+template <bool kSystem, class PerSlot>
+__device__ __forceinline__ void combine_tokens(const CallParams& call, const TokenSums& t, uint32_t* tickets,
+                                               uint32_t epoch, PerSlot per_slot) {
   constexpr int32_t kInFlight = 8;
-  const CallParams& call = p.call;
   const int32_t lane = threadIdx.x % 32, vectors = call.hidden / 8;
   const int64_t row_blocks = call.capacity / kBlockRows;
-  const uint32_t columns = (call.hidden + kFc2Columns - 1) / kFc2Columns;
   for (;;) {
     int32_t ticket = 0;
     if (lane == 0) ticket = static_cast<int32_t>(atomicAdd(tickets + kTokenTicket, 1));
     ticket = __shfl_sync(~0u, ticket, 0);
     if (ticket >= call.tokens) return;
-    const int32_t token = p.token_order[ticket];
+    const int32_t token = t.token_order == nullptr ? ticket : t.token_order[ticket];
     const uint4* source = nullptr;
     float weight = 0.0f;
     if (lane < call.top_k) {
       const int64_t slot = static_cast<int64_t>(token) * call.top_k + lane;
-      const int32_t rank = p.slot_dst_rank[slot], row = p.slot_dst_row[slot];
+      const int32_t rank = t.slot_dst_rank[slot], row = t.slot_dst_row[slot];
       if (rank >= 0) {
         uint8_t* peer = call.peers[rank];
         const uint32_t* done = at<const uint32_t>(peer, call.layout.fc2_done) + (epoch & 1) * row_blocks;
-        wait_count<kSystem>(call, done + row / kBlockRows, columns, Phase::kCombine, rank, row / kBlockRows);
+        wait_count<kSystem>(call, done + row / kBlockRows, t.columns, Phase::kCombine, rank, row / kBlockRows);
         source = at<const uint4>(peer, call.layout.y_rows) + static_cast<int64_t>(row) * vectors;
-        weight = p.weights[slot];
+        weight = t.weights == nullptr ? 1.0f : t.weights[slot];
       }
+      per_slot(slot, rank, row);
     }
     __syncwarp();
+    if (t.out == nullptr) continue;
     const int32_t routes = __popc(__ballot_sync(~0u, source != nullptr)); // absent slots are last
     for (int32_t first = 0; first < vectors; first += 32) {
       const int32_t index = first + lane;
@@ -67,7 +84,7 @@ __device__ __forceinline__ void combine_tokens(const ForwardParams& p, uint32_t*
         }
       }
       if (index < vectors)
-        static_cast<uint4*>(p.y)[static_cast<int64_t>(token) * vectors + index] = {
+        static_cast<uint4*>(t.out)[static_cast<int64_t>(token) * vectors + index] = {
             pack_bf16(sum[0], sum[1]), pack_bf16(sum[2], sum[3]), pack_bf16(sum[4], sum[5]), pack_bf16(sum[6], sum[7])};
     }
   }

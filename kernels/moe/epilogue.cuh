@@ -87,8 +87,8 @@ struct Stager {
 // Maps and sizes of what a tile writes.
 struct Fc1Target {
   const CUtensorMap* gate_up; // null: not kept
-  const CUtensorMap* h;
-  int32_t columns; // I
+  const CUtensorMap* h;       // null: not wanted
+  int32_t columns;            // I
   int32_t first_column;
   int32_t first_row;
 };
@@ -111,6 +111,7 @@ __device__ __forceinline__ void emit_fc1(Stager& stager, Accumulators& acc, cons
       stager.put({to.gate_up, column, 1, to.first_row, inside},
                  [&](int32_t c, int32_t half) { return up[first + 2 * c + half]; });
     }
+    if (to.h == nullptr) continue;
     stager.put({to.h, column, -1, to.first_row, inside}, [&](int32_t c, int32_t half) {
       const uint32_t g = gate[first + 2 * c + half], u = up[first + 2 * c + half];
       return pack_bf16(activation(low_bf16(g), low_bf16(u)), activation(high_bf16(g), high_bf16(u)));
@@ -118,9 +119,9 @@ __device__ __forceinline__ void emit_fc1(Stager& stager, Accumulators& acc, cons
   }
 }
 
-// `columns` is the width H of the output.
-__device__ __forceinline__ void emit_fc2(Stager& stager, Accumulators& acc, const CUtensorMap* map, int32_t columns,
-                                         int32_t first_column, int32_t first_row) {
+// Accumulators as they are; `columns` is the width H of the output.
+__device__ __forceinline__ void emit_rows(Stager& stager, Accumulators& acc, const CUtensorMap* map, int32_t columns,
+                                          int32_t first_column, int32_t first_row) {
 #pragma unroll
   for (int32_t chunk = 0; chunk < kFc2Columns / kChunkColumns; ++chunk) {
     const int32_t column = first_column + kChunkColumns * chunk;

@@ -291,6 +291,64 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant_
     store_release_system(at<uint32_t>(call.peers[peer], call.layout.tables_ready) + call.rank, *call.epoch);
 }
 
+// Tile table of this rank from its experts' first rows; one block of kThreads >= e threads.
+__device__ void rebuild_tile_table(const ReopenParams& p, int32_t* warp_sums) {
+  const int32_t expert = threadIdx.x, local = p.call.experts / p.call.world;
+  const int32_t first = expert <= local ? p.expert_first_row[expert] / kBlockRows : 0;
+  const int32_t next = expert < local ? p.expert_first_row[expert + 1] / kBlockRows : first;
+  const int32_t odds = exclusive_scan((next - first) & 1, warp_sums);
+  if (expert <= local) p.tile_table[expert] = pack_blocks(static_cast<uint32_t>(first - odds) / 2, odds);
+}
+
+__global__ void __launch_bounds__(kThreads) reopen_kernel(const __grid_constant__ ReopenParams p) {
+  __shared__ int32_t warp_sums[kWarps];
+  const CallParams& call = p.call;
+  const uint32_t epoch = *call.epoch + 1;
+  const int32_t row_blocks = call.capacity / kBlockRows, local = call.experts / call.world;
+  if (blockIdx.x == 0) {
+    uint32_t* fc2_done = at<uint32_t>(call.local, call.layout.fc2_done) + static_cast<int64_t>(epoch & 1) * row_blocks;
+    for (int32_t i = threadIdx.x; i < row_blocks; i += kThreads) fc2_done[i] = 0;
+    for (int32_t i = threadIdx.x; i < 2 * row_blocks + kCounterWords + local; i += kThreads) p.counters[i] = 0;
+    rebuild_tile_table(p, warp_sums);
+  }
+  if (call.world > 1) {
+    // Peers may still pull what an earlier call published; they have come here when they are done with it.
+    for (int32_t peer = threadIdx.x; peer < call.world && blockIdx.x == 0; peer += kThreads)
+      store_release_system(at<uint32_t>(call.peers[peer], call.layout.counts_ready) + call.rank, epoch);
+    for (int32_t peer = threadIdx.x; peer < call.world; peer += kThreads)
+      wait_epoch(call, at<const uint32_t>(call.local, call.layout.counts_ready) + peer, epoch, Phase::kCounts, peer);
+    __syncthreads();
+    const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
+    const int64_t vectors = static_cast<int64_t>(call.tokens) * call.hidden / 8;
+    uint4* copy = at<uint4>(call.local, call.layout.x);
+    for (int64_t v = thread; v < vectors; v += threads) copy[v] = static_cast<const uint4*>(p.tokens)[v];
+    for (int64_t slot = thread; slot < static_cast<int64_t>(call.tokens) * call.top_k; slot += threads) {
+      at<int32_t>(call.local, call.layout.slot_dst_rank)[slot] = p.slot_dst_rank[slot];
+      at<int32_t>(call.local, call.layout.slot_dst_row)[slot] = p.slot_dst_row[slot];
+      at<float>(call.local, call.layout.weights)[slot] = p.weights[slot];
+    }
+    __threadfence_system();
+  }
+  cudaTriggerProgrammaticLaunchCompletion(); // not earlier: nothing of this rank shall hold SMs that peers may need
+  // The last block ends the opening.
+  __syncthreads();
+  __shared__ bool last;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(call.epoch + 2, 1) == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  __threadfence_system();
+  for (int32_t peer = threadIdx.x; peer < call.world && call.world > 1; peer += kThreads)
+    store_release_system(at<uint32_t>(call.peers[peer], call.layout.tables_ready) + call.rank, epoch);
+  if (threadIdx.x == 0) {
+    call.epoch[0] = epoch;
+    call.epoch[2] = 0;
+  }
+}
+
 } // namespace
 } // namespace mok
 
@@ -307,11 +365,22 @@ extern "C" const char* mok_build_schedule(const mok::ScheduleParams* params, voi
   return launch_after("assign kernel", assign_kernel, grid, kThreads, experts * (kTokensPerBlock / 8), stream, p);
 }
 
+extern "C" const char* mok_reopen(const mok::ReopenParams* params, void* stream_handle) {
+  using namespace mok;
+  const auto stream = static_cast<cudaStream_t>(stream_handle);
+  // Blocks wait for peers, so all must be resident at once; 64 copy at memory speed.
+  const int32_t blocks = params->sms < 64 ? params->sms : 64;
+  const unsigned grid = params->call.world == 1 ? 1 : static_cast<unsigned>(blocks);
+  reopen_kernel<<<grid, kThreads, 0, stream>>>(*params);
+  return check_launch("reopen kernel");
+}
+
 // As mok_load_forward, for the schedule kernels.
 extern "C" const char* mok_load_schedule() {
   using namespace mok;
   cudaFuncAttributes attributes;
   if (const char* error = check_cuda("route kernel", cudaFuncGetAttributes(&attributes, route_kernel))) return error;
   if (const char* error = check_cuda("layout kernel", cudaFuncGetAttributes(&attributes, layout_kernel))) return error;
+  if (const char* error = check_cuda("reopen kernel", cudaFuncGetAttributes(&attributes, reopen_kernel))) return error;
   return check_cuda("assign kernel", cudaFuncGetAttributes(&attributes, assign_kernel));
 }

@@ -19,7 +19,8 @@ inline constexpr int kBandPairs = 8; // row-block pairs walked together down a c
 inline constexpr int kOddBits = 10;  // low bits of a table entry: experts with an odd number of row blocks
 inline constexpr uint32_t kOddMask = (1u << kOddBits) - 1;
 
-enum class TilePhase : int32_t { kFc1 = 0, kFc2 = 1, kStop = 2 };
+// Forward: FC1 and FC2. Backward: their data gradients in the same order (of FC2 first), then the weight gradients.
+enum class TilePhase : int32_t { kFc1 = 0, kFc2 = 1, kStop = 2, kWgrad2 = 3, kWgrad1 = 4 };
 
 struct ClusterTile {
   TilePhase phase;
@@ -38,6 +39,19 @@ MOK_HD int32_t blocks_before(uint32_t entry) { return 2 * pairs_before(entry) + 
 // Tickets of one phase of all experts before a table entry.
 MOK_HD int32_t tickets_before(uint32_t entry, int32_t columns) {
   return pairs_before(entry) * columns + odds_before(entry) * ((columns + 1) / 2);
+}
+
+struct BandedTile {
+  int32_t pair;
+  int32_t column;
+};
+
+// Tile `index` of a matrix of row-block pairs and columns: bands of kBandPairs, column by column inside a band.
+MOK_HD BandedTile banded_tile(int32_t pairs, int32_t columns, int32_t index) {
+  const int32_t band = index / (kBandPairs * columns), within = index - band * kBandPairs * columns;
+  const int32_t left = pairs - band * kBandPairs, height = left < kBandPairs ? left : kBandPairs;
+  const int32_t column = within / height;
+  return {band * kBandPairs + within - column * height, column};
 }
 
 struct TileOrder {
@@ -77,10 +91,8 @@ struct TileOrder {
     const int32_t pairs = pairs_before(table[expert + 1]) - pairs_before(table[expert]);
     const int32_t first = blocks_before(table[expert]);
     if (index >= pairs * columns) return {phase, expert, first + 2 * pairs, 2 * (index - pairs * columns), true};
-    const int32_t band = index / (kBandPairs * columns), within = index - band * kBandPairs * columns;
-    const int32_t left = pairs - band * kBandPairs, height = left < kBandPairs ? left : kBandPairs;
-    const int32_t column = within / height, pair = within - column * height;
-    return {phase, expert, first + 2 * (band * kBandPairs + pair), column, false};
+    const BandedTile at = banded_tile(pairs, columns, index);
+    return {phase, expert, first + 2 * at.pair, at.column, false};
   }
 };
 

@@ -95,57 +95,79 @@ __device__ __forceinline__ void expect_tile(SharedStorage& s, RingCursor<kSlots>
   ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &s.tile_full[cursor.slot], bytes);
 }
 
+// What a CTA of the cluster gets to do of a tile.
+__device__ __forceinline__ TileSlot slot_of(const ClusterTile& tile, int32_t cta) {
+  return {static_cast<int32_t>(tile.phase) + (tile.wide ? 256 : 0), tile.expert, row_block_of_cta(tile, cta),
+          column_of_cta(tile, cta)};
+}
+
 // CTA 0's producer hands a ticket's tile to the readers of both CTAs.
 __device__ __forceinline__ void publish_tile(SharedStorage& s, const ClusterTile& tile, RingCursor<kSlots> cursor) {
   const auto cluster = cooperative_groups::this_cluster();
   wait_barrier(&s.tile_empty[cursor.slot], cursor.parity ^ 1);
   for (int32_t cta = 0; cta < 2; ++cta) {
-    const int32_t word[4] = {static_cast<int32_t>(tile.phase) + (tile.wide ? 256 : 0), tile.expert,
-                             row_block_of_cta(tile, cta), column_of_cta(tile, cta)};
+    const TileSlot slot = slot_of(tile, cta);
+    const int32_t word[4] = {slot.phase_wide, slot.expert, slot.row_block, slot.column};
     ptx::st_async(reinterpret_cast<int32_t*>(cluster.map_shared_rank(&s.slots[cursor.slot], cta)), word,
                   cluster.map_shared_rank(&s.tile_full[cursor.slot], cta));
   }
 }
 
-// Where the operands of a tile lie. Weight boxes of FC1 are (column tile, gate or up), of FC2 rows of two halves.
-struct TileSource {
-  const CUtensorMap* rows; // [C, depth], boxes of kBoxRows
-  const CUtensorMap* weights;
-  int32_t first_row;
-  int32_t column;
-  int32_t depth; // H for FC1, I for FC2
-  bool fc1;
+// How an operand lies in memory, as boxes of its tensor map.
+enum class Lay : int32_t {
+  kRows,    // [line, k]: boxes of 64 k by kBoxRows (A) or kWeightRows (B) lines
+  kGateUp,  // [gate or up, line, k]: FC1's weights; half 0 of B is gate, half 1 up
+  kColumns, // [k, line]: boxes of 64 lines by 64 k
 };
 
-__device__ __forceinline__ void load_weights(SharedStorage& s, int32_t stage, const TileSource& from, int32_t k,
-                                             int32_t half, bool multicast) {
-  void* to = s.b[stage] + half * kWeightRows * kTileK;
-  uint64_t* bar = &s.full[stage];
+struct Operand {
+  const CUtensorMap* map;
+  int32_t line; // first line of the tile
+  int32_t k;    // first k
+  Lay lay;
+};
+
+struct TileSource {
+  Operand a; // 128 lines
+  Operand b; // 256 lines
+  int32_t depth;
+};
+
+template <int kRank>
+__device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, const int32_t (&at)[kRank], uint64_t* bar,
+                                         bool to_both) {
   constexpr uint16_t kBoth = 3;
-  if (from.fc1) {
-    const int32_t at[3] = {k, from.column * kFc1Columns, half};
-    if (multicast)
-      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, from.weights, at, bar, kBoth);
-    else
-      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, from.weights, at, bar);
-  } else {
-    const int32_t at[2] = {k, from.column * kFc2Columns + half * kWeightRows};
-    if (multicast)
-      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, from.weights, at, bar, kBoth);
-    else
-      ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, from.weights, at, bar);
-  }
+  if (to_both)
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, map, at, bar, kBoth);
+  else
+    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, map, at, bar);
 }
 
-__device__ __forceinline__ void load_rows(SharedStorage& s, int32_t stage, const TileSource& from, int32_t k,
-                                          int32_t half, bool multicast) {
-  void* to = s.a[stage] + half * kBoxRows * kTileK;
-  const int32_t at[2] = {k, from.first_row + half * kBoxRows};
-  constexpr uint16_t kBoth = 3;
-  if (multicast)
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, from.rows, at, &s.full[stage], kBoth);
-  else
-    ptx::cp_async_bulk_tensor(ptx::space_cluster, ptx::space_global, to, from.rows, at, &s.full[stage]);
+// 64 lines of A.
+__device__ __forceinline__ void load_a(SharedStorage& s, int32_t stage, const Operand& a, int32_t k, int32_t half,
+                                       bool to_both) {
+  const int32_t line = a.line + half * kBoxRows, depth = a.k + k;
+  const int32_t at[2] = {a.lay == Lay::kColumns ? line : depth, a.lay == Lay::kColumns ? depth : line};
+  load_box(s.a[stage] + half * kBoxRows * kTileK, a.map, at, &s.full[stage], to_both);
+}
+
+// 128 lines of B.
+__device__ __forceinline__ void load_b(SharedStorage& s, int32_t stage, const Operand& b, int32_t k, int32_t half,
+                                       bool to_both) {
+  __nv_bfloat16* to = s.b[stage] + half * kWeightRows * kTileK;
+  uint64_t* bar = &s.full[stage];
+  if (b.lay == Lay::kGateUp) {
+    const int32_t at[3] = {b.k + k, b.line, half};
+    load_box(to, b.map, at, bar, to_both);
+  } else if (b.lay == Lay::kRows) {
+    const int32_t at[2] = {b.k + k, b.line + half * kWeightRows};
+    load_box(to, b.map, at, bar, to_both);
+  } else {
+    for (int32_t block = 0; block < kWeightRows / kBoxRows; ++block) {
+      const int32_t at[2] = {b.line + half * kWeightRows + block * kBoxRows, b.k + k};
+      load_box(to + block * kBoxRows * kTileK, b.map, at, bar, to_both);
+    }
+  }
 }
 
 // Loads all of a tile's stages; one thread per CTA.
@@ -156,37 +178,46 @@ __device__ __forceinline__ void load_tile(SharedStorage& s, const TileSource& fr
     const uint32_t bytes = kStageBytes; // taken by reference
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &s.full[stage.slot], bytes);
     if (wide) {
-      load_rows(s, stage.slot, from, k, cta, true);
-      load_weights(s, stage.slot, from, k, 0, false);
-      load_weights(s, stage.slot, from, k, 1, false);
+      load_a(s, stage.slot, from.a, k, cta, true);
+      load_b(s, stage.slot, from.b, k, 0, false);
+      load_b(s, stage.slot, from.b, k, 1, false);
     } else {
-      load_rows(s, stage.slot, from, k, 0, false);
-      load_rows(s, stage.slot, from, k, 1, false);
-      load_weights(s, stage.slot, from, k, cta, true);
+      load_a(s, stage.slot, from.a, k, 0, false);
+      load_a(s, stage.slot, from.a, k, 1, false);
+      load_b(s, stage.slot, from.b, k, cta, true);
     }
     stage.advance();
   }
 }
 
-// acc (+)= rows[64, 64] weights[256, 64]^T of one stage; asynchronous.
-template <bool kFirst>
+// Which operands are not K-major (Lay::kColumns).
+template <bool kTransposedA_, bool kTransposedB_> struct Majors {
+  static constexpr bool kTransposedA = kTransposedA_, kTransposedB = kTransposedB_;
+};
+
+// acc (+)= A[64, 64] B[256, 64]^T of one stage; asynchronous.
+template <class M, bool kFirst>
 __device__ __forceinline__ void multiply_stage(SharedStorage& s, int32_t group, RingCursor<kStages> stage,
                                                Accumulators& acc) {
+  constexpr int kBlockBytes = kBoxRows * kTileK * sizeof(__nv_bfloat16);
+  // 16 k in units of 16 bytes: part of a row where K-major, else 16 rows.
+  constexpr int kStepA = M::kTransposedA ? 128 : 2, kStepB = M::kTransposedB ? 128 : 2;
   wait_barrier(&s.full[stage.slot], stage.parity);
-  const uint64_t a = wgmma_descriptor(s.a[stage.slot] + group * kBoxRows * kTileK);
-  const uint64_t b = wgmma_descriptor(s.b[stage.slot]);
+  const uint64_t a = wgmma_descriptor<kBlockBytes>(s.a[stage.slot] + group * kBoxRows * kTileK);
+  const uint64_t b = wgmma_descriptor<kBlockBytes>(s.b[stage.slot]);
   wgmma_fence();
-  wgmma_m64n256k16<!kFirst>(acc, a, b);
+  wgmma_m64n256k16<!kFirst, M::kTransposedA, M::kTransposedB>(acc, a, b);
 #pragma unroll
-  for (int32_t step = 1; step < kTileK / 16; ++step) // 16 columns are 32 bytes: 2 units of the descriptor
-    wgmma_m64n256k16<true>(acc, a + 2 * step, b + 2 * step);
+  for (int32_t step = 1; step < kTileK / 16; ++step)
+    wgmma_m64n256k16<true, M::kTransposedA, M::kTransposedB>(acc, a + kStepA * step, b + kStepB * step);
   wgmma_commit();
 }
 
-// acc = rows[64, depth] weights[256, depth]^T of this warpgroup's half of the tile. The first stage is peeled: only
+// acc = A[64, depth] B[256, depth]^T of this warpgroup's half of the tile; depth > 0. The first stage is peeled: only
 // with a constant "replace" does the compiler see that the accumulators of the last tile are dead. `meanwhile` is
-// called at least once: a few stages in, at the end, or before the tile's first data has come, for which it may be needed.
-template <class Meanwhile>
+// called at least once: a few stages in, at the end, or before the tile's first data has come, for which it may be
+// needed.
+template <class M, class Meanwhile>
 __device__ __forceinline__ void multiply_tile(SharedStorage& s, int32_t group, int32_t depth, uint64_t* peer_empty,
                                               RingCursor<kStages>& stage, Accumulators& acc, Meanwhile meanwhile) {
   constexpr int32_t kMeanwhileAt = 4 * kTileK;
@@ -196,11 +227,11 @@ __device__ __forceinline__ void multiply_tile(SharedStorage& s, int32_t group, i
     if (thread == 32) arrive_cluster(peer_empty + slot);
   };
   if (!barrier_passed(&s.full[stage.slot], stage.parity)) meanwhile();
-  multiply_stage<true>(s, group, stage, acc);
+  multiply_stage<M, true>(s, group, stage, acc);
   int32_t previous = stage.slot;
   stage.advance();
   for (int32_t k = kTileK; k < depth; k += kTileK) {
-    multiply_stage<false>(s, group, stage, acc);
+    multiply_stage<M, false>(s, group, stage, acc);
     wgmma_wait<1>();
     release(previous);
     previous = stage.slot;

@@ -41,6 +41,8 @@ class SymmetricLayout(Structure):
         ("row_source", c_int64),
         ("slot_dst_rank", c_int64),
         ("slot_dst_row", c_int64),
+        ("weights", c_int64),
+        ("d_weight_parts", c_int64),
         ("y_rows", c_int64),
         ("x", c_int64),
         ("bytes", c_int64),
@@ -113,8 +115,8 @@ class ForwardParams(Structure):
         ("x_rows", c_void_p),
         ("h", c_void_p),
         ("gate_up", c_void_p),
-        ("out_row_src_rank", c_void_p),
-        ("out_row_src_slot", c_void_p),
+        ("row_src_rank", c_void_p),
+        ("row_src_slot", c_void_p),
         ("y", c_void_p),
         ("intermediate", c_int32),
         ("lag", c_int32),
@@ -122,11 +124,78 @@ class ForwardParams(Structure):
         ("comm_sms", c_int32),
         ("clamp", c_float),
         ("linear_offset", c_float),
+        ("rebuild", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class ReopenParams(Structure):
+    """Arguments of ``mok_reopen``."""
+
+    _fields_ = (
+        ("call", CallParams),
+        ("tokens", c_void_p),
+        ("weights", c_void_p),
+        ("slot_dst_rank", c_void_p),
+        ("slot_dst_row", c_void_p),
+        ("expert_first_row", c_void_p),
+        ("tile_table", c_void_p),
+        ("counters", c_void_p),
+        ("sms", c_int32),
+        ("unused", c_int32),
+    )
+
+
+class BackwardParams(Structure):
+    """Arguments of ``mok_backward``."""
+
+    _fields_ = (
+        ("call", CallParams),
+        ("dy", c_void_p),
+        ("weights", c_void_p),
+        ("slot_dst_rank", c_void_p),
+        ("slot_dst_row", c_void_p),
+        ("row_src_rank", c_void_p),
+        ("row_src_slot", c_void_p),
+        ("expert_first_row", c_void_p),
+        ("tile_table", c_void_p),
+        ("counters", c_void_p),
+        ("w1_maps", c_void_p),
+        ("w2_maps", c_void_p),
+        ("x_rows", c_void_p),
+        ("gate_up", c_void_p),
+        ("dy_rows", c_void_p),
+        ("d_gate_up", c_void_p),
+        ("h_rows", c_void_p),
+        ("row_weights", c_void_p),
+        ("w1_grads", c_void_p),
+        ("w2_grads", c_void_p),
+        ("dx", c_void_p),
+        ("d_weights", c_void_p),
+        ("intermediate", c_int32),
+        ("lag", c_int32),
+        ("sms", c_int32),
+        ("comm_sms", c_int32),
+        ("clamp", c_float),
+        ("linear_offset", c_float),
+        ("grad_type", c_int32),
+        ("accumulate", c_int32),
+        ("wants_dx", c_int32),
+        ("unused", c_int32),
     )
 
 
 _STRUCTS = {
-    struct.__name__: struct for struct in (FailRecord, SymmetricLayout, CallParams, ScheduleParams, ForwardParams)
+    struct.__name__: struct
+    for struct in (
+        FailRecord,
+        SymmetricLayout,
+        CallParams,
+        ScheduleParams,
+        ForwardParams,
+        ReopenParams,
+        BackwardParams,
+    )
 }
 
 
@@ -137,15 +206,20 @@ class Library:
         self.path = path
         library = ctypes.CDLL(str(path))
         self._encode_weights = library.mok_encode_weights
-        self._load = (library.mok_load_schedule, library.mok_load_forward)
-        self._build_schedule = library.mok_build_schedule
-        self._forward = library.mok_forward
-        for function in (self._encode_weights, *self._load, self._build_schedule, self._forward):
+        self._load = (library.mok_load_schedule, library.mok_load_forward, library.mok_load_backward)
+        self._launches = {
+            ScheduleParams: library.mok_build_schedule,
+            ForwardParams: library.mok_forward,
+            ReopenParams: library.mok_reopen,
+            BackwardParams: library.mok_backward,
+        }
+        for function in (self._encode_weights, *self._load, *self._launches.values()):
             function.restype = ctypes.c_char_p
-        self._encode_weights.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32)
+        self._encode_weights.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32)
         for load in self._load:
             load.argtypes = ()
-        self._build_schedule.argtypes = self._forward.argtypes = (c_void_p, c_void_p)
+        for launch in self._launches.values():
+            launch.argtypes = (c_void_p, c_void_p)
         library.mok_abi.restype = c_int64
         library.mok_abi.argtypes = (c_int32, ctypes.POINTER(ctypes.c_char_p))
         _check_abi(library, path)
@@ -155,18 +229,16 @@ class Library:
         error = next((error for load in self._load if (error := load()) is not None), None)
         return None if error is None else f"{self.path}: {error.decode()}"
 
-    def encode_weights(self, maps: int, matrices: list[int], *, parts: int, rows: int, columns: int) -> None:
+    def encode_weights(
+        self, maps: int, matrices: list[int], *, parts: int, rows: int, columns: int, box_rows: int
+    ) -> None:
         """Tensor maps of ``matrices`` (addresses of bf16 ``[parts * rows, columns]``) into host memory at ``maps``."""
         array = (c_void_p * len(matrices))(*matrices)
-        _raise(self._encode_weights(maps, array, len(matrices), parts, rows, columns))
+        _raise(self._encode_weights(maps, array, len(matrices), parts, rows, columns, box_rows))
 
-    def build_schedule(self, params: ScheduleParams, stream: int) -> None:
-        """Launch the schedule kernels on ``stream``."""
-        _raise(self._build_schedule(ctypes.addressof(params), stream))
-
-    def forward(self, params: ForwardParams, stream: int) -> None:
-        """Launch the forward megakernel on ``stream``."""
-        _raise(self._forward(ctypes.addressof(params), stream))
+    def launch(self, params: Structure, stream: int) -> None:
+        """Launch the kernels of these parameters on ``stream`` of the current device."""
+        _raise(self._launches[type(params)](ctypes.addressof(params), stream))
 
 
 def _raise(error: bytes | None) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mok_megatron.paths import cache_dir, kernels_dir
 
-SOURCES = {"sm90a": ("api.cu", "moe/schedule.cu", "sm90/forward.cu")}
+SOURCES = {"sm90a": ("api.cu", "moe/schedule.cu", "sm90/forward.cu", "sm90/backward.cu")}
 """Translation units per architecture that has kernels."""
 
 LIBRARY = "libmok.so"

@@ -8,11 +8,9 @@ itself is then the same as on W GPUs.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -24,14 +22,16 @@ from mok_megatron.backends.abi import (
     MAX_EXPERTS,
     MAX_LOCAL_EXPERTS,
     PROBS_TYPES,
+    BackwardParams,
     CallParams,
     ForwardParams,
     Library,
+    ReopenParams,
     ScheduleParams,
 )
 from mok_megatron.backends.base import Saved, WeightGrads
 from mok_megatron.backends.build import BuildError, architecture_of, build
-from mok_megatron.backends.reference import ReferenceBackend
+from mok_megatron.backends.grad_tables import GradTables, grad_type_of
 from mok_megatron.backends.weight_maps import Maps, WeightMaps, check_operand
 from mok_megatron.backends.workspace import Sizes, Workspace
 from mok_megatron.config import MoeShape, MokConfig
@@ -100,6 +100,9 @@ class CudaBackend:
         self._weight_maps = WeightMaps(self.library, shape, self.device)
         self._schedule_params = ScheduleParams()
         self._forward_params = ForwardParams()
+        self._reopen_params = ReopenParams()
+        self._backward_params = BackwardParams()
+        self._grad_tables = GradTables(self.device)
 
     @classmethod
     def create(
@@ -197,7 +200,7 @@ class CudaBackend:
         params.out_slot_dst_rank = schedule.slot_dst_rank.data_ptr()
         params.out_slot_dst_row = schedule.slot_dst_row.data_ptr()
         params.out_expert_first_row = schedule.expert_first_row.data_ptr()
-        self._launch(self.library.build_schedule, params)
+        self._launch(params)
         return schedule
 
     def forward(
@@ -220,14 +223,15 @@ class CudaBackend:
         params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
         params.slot_dst_row = schedule.slot_dst_row.data_ptr()
         params.expert_first_row = schedule.expert_first_row.data_ptr()
-        params.w1_maps, params.w2_maps = maps.w1, maps.w2
+        params.w1_maps, params.w2_maps = maps.w1_forward, maps.w2_forward
         params.x_rows = self._space().scratch["x_rows"] if x_rows is None else x_rows.data_ptr()
         params.gate_up = None if gate_up is None else gate_up.data_ptr()
-        params.out_row_src_rank = schedule.row_src_rank.data_ptr()
-        params.out_row_src_slot = schedule.row_src_slot.data_ptr()
+        params.row_src_rank = schedule.row_src_rank.data_ptr()
+        params.row_src_slot = schedule.row_src_slot.data_ptr()
         params.y = y.data_ptr()
-        params.lag = self._lag(tokens)
-        self._launch(self.library.forward, params)
+        params.rebuild = 0
+        params.lag = self._lag(tokens, FC1_TILE_COLUMNS)
+        self._launch(params)
         return y, Saved(schedule=schedule, x=x, gate_up=gate_up, x_rows=x_rows) if save else None
 
     def prepare(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int = 0) -> Maps:
@@ -248,21 +252,37 @@ class CudaBackend:
         needs_dx: bool,
         layer: int,
     ) -> tuple[Tensor | None, Tensor]:
-        """See ``Backend.backward``. By the reference backend's torch operations, which read row counts on the host."""
-        failures.check(layer)
-        rows = int(saved.schedule.expert_first_row[-1])
-        schedule = dataclasses.replace(
-            saved.schedule,
-            row_src_rank=saved.schedule.row_src_rank[:rows],
-            row_src_slot=saved.schedule.row_src_slot[:rows],
-        )
-        trimmed = Saved(
-            schedule=schedule,
-            x=saved.x,
-            gate_up=None if saved.gate_up is None else saved.gate_up[:rows],
-            x_rows=None if saved.x_rows is None else saved.x_rows[:rows],
-        )
-        return self._reference().backward(dy, trimmed, w1, w2, grads, needs_dx=needs_dx, layer=layer)
+        """See ``Backend.backward``. What forward did not keep is rebuilt first, by its own kernel."""
+        schedule, inner, hidden = saved.schedule, self.shape.intermediate, self.shape.hidden
+        check_operand("dy", dy, (schedule.experts.shape[0], hidden), self.device, layer)
+        grad_type = grad_type_of(grads, (2 * inner, hidden), (hidden, inner), layer)
+        maps = self.prepare(w1, w2, layer)
+        x_rows, gate_up = saved.x_rows, saved.gate_up
+        if x_rows is None or gate_up is None:
+            x_rows, gate_up = self._rebuild(saved, maps, layer)
+        self._reopen(dy, schedule, layer)
+        dx = torch.empty_like(dy) if needs_dx else None
+        d_weights = torch.empty_like(schedule.weights)
+        params = self._backward_params
+        self._open_call(params.call, dy.shape[0], schedule.row_src_rank.shape[0], layer)
+        params.dy = dy.data_ptr()
+        params.weights = schedule.weights.data_ptr()
+        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
+        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
+        params.row_src_rank = schedule.row_src_rank.data_ptr()
+        params.row_src_slot = schedule.row_src_slot.data_ptr()
+        params.expert_first_row = schedule.expert_first_row.data_ptr()
+        params.w1_maps, params.w2_maps = maps.w1_backward, maps.w2_backward
+        params.x_rows = x_rows.data_ptr()
+        params.gate_up = gate_up.data_ptr()
+        params.w1_grads = self._grad_tables.of(grads.w1)
+        params.w2_grads = self._grad_tables.of(grads.w2)
+        params.dx = None if dx is None else dx.data_ptr()
+        params.d_weights = d_weights.data_ptr()
+        params.lag = self._lag(dy.shape[0], memory.BACKWARD_TILE_COLUMNS)
+        params.grad_type, params.accumulate, params.wants_dx = grad_type, grads.accumulate, needs_dx
+        self._launch(params)
+        return dx, d_weights
 
     def close(self) -> None:
         """Free the workspace. Idempotent."""
@@ -271,9 +291,42 @@ class CudaBackend:
             failures.forget(self.workspace)
             self.workspace = None
         self._weight_maps.clear()
+        self._grad_tables.clear()
 
-    def _reference(self) -> ReferenceBackend:
-        return ReferenceBackend(self.shape, self.config, self._group, self.device, torch.bfloat16)
+    def _reopen(self, tokens: Tensor, schedule: Schedule, layer: int) -> None:
+        """Open a call on an earlier schedule: publish ``tokens [T, H]`` to the peers and clear the counters."""
+        params = self._reopen_params
+        self._open_call(params.call, tokens.shape[0], schedule.row_src_rank.shape[0], layer)
+        params.tokens = tokens.data_ptr()
+        params.weights = schedule.weights.data_ptr()
+        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
+        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
+        params.expert_first_row = schedule.expert_first_row.data_ptr()
+        self._launch(params)
+
+    def _rebuild(self, saved: Saved, maps: Maps, layer: int) -> tuple[Tensor, Tensor]:
+        """``x_rows [C, H]`` and ``gate_up [C, 2I]`` as forward had them, in every bit."""
+        schedule, capacity = saved.schedule, saved.schedule.row_src_rank.shape[0]
+        self._reopen(saved.x, schedule, layer)
+        x_rows = saved.x.new_empty(capacity, self.shape.hidden)
+        gate_up = saved.gate_up
+        params = self._forward_params
+        self._open_call(params.call, saved.x.shape[0], capacity, layer)
+        params.x = saved.x.data_ptr()
+        params.expert_first_row = schedule.expert_first_row.data_ptr()
+        params.w1_maps, params.w2_maps = maps.w1_forward, maps.w2_forward
+        params.x_rows = x_rows.data_ptr()
+        params.gate_up = None
+        if gate_up is None:
+            gate_up = saved.x.new_empty(capacity, 2 * self.shape.intermediate)
+            params.gate_up = gate_up.data_ptr()
+        params.row_src_rank = schedule.row_src_rank.data_ptr()
+        params.row_src_slot = schedule.row_src_slot.data_ptr()
+        params.y = None
+        params.rebuild = 1
+        params.lag = 1
+        self._launch(params)
+        return x_rows, gate_up
 
     def _adopt(self, workspace: Workspace) -> None:
         """Point all launches at ``workspace``."""
@@ -294,18 +347,28 @@ class CudaBackend:
             experts=shape.num_experts,
             hidden=shape.hidden,
         )
-        tables = {name: scratch[name] for name in ("token_order", "tile_table", "counters")}
-        scratch_only = {name: scratch[name] for name in ("block_counts", "route_base", "last_counts", "last_next")}
-        self._schedule_params = ScheduleParams(call=call, **tables, **scratch_only)
+        tables = {name: scratch[name] for name in ("tile_table", "counters")}
+        routing = ("token_order", "block_counts", "route_base", "last_counts", "last_next")
+        launch = {
+            "intermediate": shape.intermediate,
+            "sms": self.sms,
+            "comm_sms": min(self.config.comm_sms or self.sms, self.sms),
+            "clamp": math.inf if activation.clamp is None else activation.clamp,
+            "linear_offset": activation.linear_offset,
+        }
+        self._schedule_params = ScheduleParams(call=call, **tables, **{name: scratch[name] for name in routing})
         self._forward_params = ForwardParams(
+            call=call, **tables, **launch, token_order=scratch["token_order"], h=scratch["h"]
+        )
+        self._reopen_params = ReopenParams(call=call, **tables, sms=self.sms)
+        self._backward_params = BackwardParams(
             call=call,
             **tables,
-            h=scratch["h"],
-            intermediate=shape.intermediate,
-            sms=self.sms,
-            comm_sms=min(self.config.comm_sms or self.sms, self.sms),
-            clamp=math.inf if activation.clamp is None else activation.clamp,
-            linear_offset=activation.linear_offset,
+            **launch,
+            dy_rows=scratch["x_rows"],
+            d_gate_up=scratch["d_gate_up"],
+            h_rows=scratch["h"],
+            row_weights=scratch["row_weights"],
         )
         failures.watch(workspace)
 
@@ -326,20 +389,21 @@ class CudaBackend:
         worst = memory.worst_case_rows(self.shape, tokens)
         return min(sizes.ring_rows, max(BLOCK_ROWS, worst))
 
-    def _launch(self, function: Callable[[Any, int], None], params: ctypes.Structure) -> None:
+    def _launch(self, params: ctypes.Structure) -> None:
         """Launch on the tensors' device, whatever the current one is, and on its current stream."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         if torch.cuda.current_device() == self.device.index:
-            function(params, stream)
+            self.library.launch(params, stream)
         else:
             with torch.cuda.device(self.device):
-                function(params, stream)
+                self.library.launch(params, stream)
 
-    def _lag(self, tokens: int) -> int:
+    def _lag(self, tokens: int, tile_columns: int) -> int:
+        """Experts between the two GEMMs of one; ``tile_columns`` of I are one tile of the first."""
         shape = self.shape
         return fc2_lag(
             tokens * shape.ep_size * shape.top_k / shape.num_experts,
-            fc1_columns=-(-shape.intermediate // FC1_TILE_COLUMNS),
+            fc1_columns=-(-shape.intermediate // tile_columns),
             clusters=self.sms // 2,
             experts=shape.experts_per_rank,
         )

@@ -18,10 +18,12 @@ _KEPT = 1024
 
 @dataclass(frozen=True)
 class Maps:
-    """Device addresses of the maps of w1 and w2, ``[e]`` each, and what keeps them alive."""
+    """Device addresses of the maps of w1 and w2 for each direction, ``[e]`` each, and what keeps them alive."""
 
-    w1: int
-    w2: int
+    w1_forward: int
+    w2_forward: int
+    w1_backward: int
+    w2_backward: int
     device: Tensor
     host: Tensor  # the copy may still be under way, or be replayed by a graph
 
@@ -51,13 +53,17 @@ class WeightMaps:
 
     def _encode(self, addresses: tuple[int, ...]) -> Maps:
         count, hidden, inner = self._shape.experts_per_rank, self._shape.hidden, self._shape.intermediate
-        half = count * TENSOR_MAP_BYTES
-        host = torch.empty(2 * half, dtype=torch.uint8).pin_memory()
-        encode = self._library.encode_weights
-        encode(host.data_ptr(), list(addresses[:count]), parts=2, rows=inner, columns=hidden)
-        encode(host.data_ptr() + half, list(addresses[count:]), parts=1, rows=hidden, columns=inner)
+        part = count * TENSOR_MAP_BYTES
+        host = torch.empty(4 * part, dtype=torch.uint8).pin_memory()
+        first, second = list(addresses[:count]), list(addresses[count:])
+        encode, start = self._library.encode_weights, host.data_ptr()
+        encode(start, first, parts=2, rows=inner, columns=hidden, box_rows=128)
+        encode(start + part, second, parts=1, rows=hidden, columns=inner, box_rows=128)
+        encode(start + 2 * part, first, parts=1, rows=2 * inner, columns=hidden, box_rows=64)
+        encode(start + 3 * part, second, parts=1, rows=hidden, columns=inner, box_rows=64)
         device = host.to(self._device, non_blocking=True)
-        return Maps(w1=device.data_ptr(), w2=device.data_ptr() + half, device=device, host=host)
+        w1_forward, w2_forward, w1_backward, w2_backward = (device.data_ptr() + i * part for i in range(4))
+        return Maps(w1_forward, w2_forward, w1_backward, w2_backward, device, host)
 
     def _check(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int) -> None:
         shape = self._shape

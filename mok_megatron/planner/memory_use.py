@@ -75,7 +75,8 @@ def layer_bytes(arch: Architecture, tokens: int, recompute: str, shape: MoeShape
 
 @lru_cache(maxsize=4096)
 def _workspace(shape: MoeShape, tokens: int, ring_rows: int, save_x: bool) -> int:
-    return memory.workspace_bytes(shape, tokens, ring_rows, save_x=save_x)
+    rebuilt = memory.rebuilt_bytes(shape, ring_rows, recompute=False, save_x=save_x)
+    return memory.workspace_bytes(shape, tokens, ring_rows) + rebuilt
 
 
 def tokens_per_gpu(job: Job, c: Candidate) -> int:

@@ -1,0 +1,341 @@
+"""The CUDA backward against fp64 and bit against bit; W virtual ranks on one GPU, and through autograd."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from mok_megatron.autograd import ExpertParams, apply_experts
+from mok_megatron.config import Activation
+from tests.layer_run import QUANTITIES, Inputs, eager, exact, make_inputs, poisoned_memory, relative_error
+from tests.reference_math import Result
+from tests.routing_cases import CASES, RoutingCase
+from tests.virtual_ranks import DEVICE, VirtualRanks
+
+pytestmark = pytest.mark.gpu
+
+HIDDEN, INTERMEDIATE = 320, 192
+_MORE = [
+    RoutingCase(name="w8_uniform", tokens=(33, 1, 0, 65, 17, 128, 2, 64), num_experts=16, top_k=4),
+    RoutingCase(name="w1_tokens_1023", tokens=(1023,), num_experts=12, top_k=3),
+]
+ALL = {**CASES, **{case.name: case for case in _MORE}}
+EVERY_OTHER = [
+    name for name in ALL if not name.startswith("tokens_") or name in ("tokens_1", "tokens_17", "tokens_129")
+]
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> Iterator[None]:
+    with poisoned_memory():
+        yield
+
+
+def _inputs(case: RoutingCase, activation: Activation = Activation(), **sizes: int) -> Inputs:  # noqa: B008
+    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, **sizes}
+    return make_inputs(case, dtype=torch.bfloat16, seed=len(case.name), activation=activation, **sizes)
+
+
+def _ranks(case: RoutingCase, inputs: Inputs, **options: object) -> VirtualRanks:
+    return VirtualRanks(
+        hidden=inputs.x.shape[1],
+        intermediate=inputs.w2.shape[2],
+        num_experts=case.num_experts,
+        top_k=case.top_k,
+        tokens=case.tokens,
+        activation=inputs.activation,
+        **options,
+    )
+
+
+def _run(
+    ranks: VirtualRanks,
+    inputs: Inputs,
+    *,
+    dtype: torch.dtype = torch.float32,
+    accumulate: bool = False,
+    poison: bool = True,
+    delays: list[int] | None = None,
+) -> Result:
+    """Forward and backward; with ``accumulate`` the sinks hold 1 before, which is taken off again in fp64."""
+    x, probs, routing_map, w1, w2, dy = (
+        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2, inputs.dy)
+    )
+    outputs = ranks.forward(x, probs, routing_map, w1, w2)
+    if poison:  # backward must not live on what forward left in the workspace
+        ranks.poison()
+    dw1 = torch.full(w1.shape, 1.0 if accumulate else float("nan"), dtype=dtype, device=DEVICE)
+    dw2 = torch.full(w2.shape, 1.0 if accumulate else float("nan"), dtype=dtype, device=DEVICE)
+    dx, dprobs = ranks.backward(dy, outputs, w1, w2, dw1.unbind(), dw2.unbind(), accumulate=accumulate, delays=delays)
+    if poison:
+        ranks.check_canaries()
+    y = torch.cat([output.y for output in outputs])
+    before = 1.0 if accumulate else 0.0
+    return Result(*(t.cpu() for t in (y, dx, dprobs, dw1.double() - before, dw2.double() - before)))
+
+
+def _check(actual: Result, inputs: Inputs) -> None:
+    expected, plain = exact(inputs), eager(inputs)
+    for name in QUANTITIES:
+        error = relative_error(getattr(actual, name), getattr(expected, name))
+        allowed = 2 * relative_error(getattr(plain, name), getattr(expected, name))
+        assert error <= allowed, f"{name}: relative error {error:.3g}, twice eager torch's is {allowed:.3g}"
+
+
+def _same_bits(actual: Result, expected: Result, what: object) -> None:
+    for name in QUANTITIES:
+        assert torch.equal(getattr(actual, name), getattr(expected, name)), f"{what}: {name} differs"
+
+
+@pytest.mark.parametrize("name", EVERY_OTHER)
+def test_all_gradients_against_fp64(name: str) -> None:
+    case = ALL[name]
+    inputs = _inputs(case)
+    ranks = _ranks(case, inputs)
+    _check(_run(ranks, inputs), inputs)
+    ranks.close()
+
+
+@pytest.mark.parametrize("sizes", [(64, 64), (256, 256), (512, 128), (576, 320), (64, 576)], ids=str)
+def test_sizes(sizes: tuple[int, int]) -> None:
+    case = RoutingCase(name="sizes", tokens=(300, 213), num_experts=6, top_k=3)
+    inputs = _inputs(case, hidden=sizes[0], intermediate=sizes[1])
+    ranks = _ranks(case, inputs)
+    _check(_run(ranks, inputs), inputs)
+    ranks.close()
+
+
+def test_clamp_and_offset() -> None:
+    case = CASES["k8_of_16"]
+    inputs = _inputs(case, Activation(clamp=0.5, linear_offset=1.0))
+    ranks = _ranks(case, inputs)
+    _check(_run(ranks, inputs), inputs)
+    ranks.close()
+
+
+@pytest.mark.parametrize("weights", ["zero", "negative"])
+def test_router_weights_that_cannot_be_divided_by(weights: str) -> None:
+    case = CASES["uniform"]
+    inputs = _inputs(case)
+    probs = torch.where(torch.arange(256)[:, None] % 3 == 0, 0.0 if weights == "zero" else -inputs.probs, inputs.probs)
+    inputs = replace(inputs, probs=probs)
+    ranks = _ranks(case, inputs)
+    _check(_run(ranks, inputs), inputs)
+    ranks.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_where_weight_gradients_go(dtype: torch.dtype, accumulate: bool) -> None:
+    """fp32 sums are exact to fp32, bf16 ones rounded once; experts without rows give exactly 0, or add nothing."""
+    case = RoutingCase(
+        name="sinks", tokens=(200, 100), num_experts=8, top_k=2, pick=CASES["half_of_each_rank_empty"].pick
+    )
+    inputs = _inputs(case)
+    ranks = _ranks(case, inputs)
+    wanted, got = _run(ranks, inputs), _run(ranks, inputs, dtype=dtype, accumulate=accumulate)
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-8
+    for name in ("dw1", "dw2"):
+        target, value = getattr(wanted, name), getattr(got, name)
+        if accumulate:
+            target, value = target + 1, value + 1
+        assert relative_error(value, target) <= tolerance, name
+        empty = (inputs.routing_map.sum(0) == 0).nonzero()[:, 0]
+        assert empty.numel() > 0
+        assert bool((getattr(got, name)[empty] == 0).all())
+    ranks.close()
+
+
+def test_two_microbatches_add_up_in_either_order() -> None:
+    case = CASES["uniform"]
+    a, b = _inputs(case), make_inputs(case, dtype=torch.bfloat16, hidden=HIDDEN, intermediate=INTERMEDIATE, seed=77)
+    b = replace(b, w1=a.w1, w2=a.w2)
+    ranks = _ranks(case, a)
+    weights = (a.w1.to(DEVICE), a.w2.to(DEVICE))
+    alone = [_run(ranks, inputs) for inputs in (a, b)]
+    for order in ((0, 1), (1, 0)):
+        outputs = [ranks.forward(*(t.to(DEVICE) for t in (i.x, i.probs, i.routing_map)), *weights) for i in (a, b)]
+        dw1, dw2 = (torch.zeros(w.shape, device=DEVICE) for w in weights)
+        for which in order:
+            dy = (a, b)[which].dy.to(DEVICE)
+            dx, _ = ranks.backward(dy, outputs[which], *weights, dw1.unbind(), dw2.unbind(), accumulate=True)
+            assert torch.equal(dx.cpu(), alone[which].dx), order
+        assert relative_error(dw1.cpu(), alone[0].dw1 + alone[1].dw1) < 1e-6
+        assert relative_error(dw2.cpu(), alone[0].dw2 + alone[1].dw2) < 1e-6
+    ranks.close()
+
+
+def test_frozen_weights_and_no_dx() -> None:
+    case = CASES["uniform"]
+    inputs = _inputs(case)
+    ranks = _ranks(case, inputs)
+    expected = _run(ranks, inputs)
+    tensors = [t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map)]
+    w1, w2, dy = (t.to(DEVICE) for t in (inputs.w1, inputs.w2, inputs.dy))
+    outputs = ranks.forward(*tensors, w1, w2)
+    for frozen1, frozen2 in (({0, 5}, set()), (set(), set(range(8))), (set(range(8)), set(range(8)))):
+        dw1 = [None if e in frozen1 else torch.empty_like(w1[e], dtype=torch.float32) for e in range(8)]
+        dw2 = [None if e in frozen2 else torch.empty_like(w2[e], dtype=torch.float32) for e in range(8)]
+        for needs_dx in (True, False):
+            dx, dprobs = ranks.backward(dy, outputs, w1, w2, dw1, dw2, accumulate=False, needs_dx=needs_dx)
+            assert torch.equal(dprobs.cpu(), expected.dprobs)
+            assert not needs_dx or torch.equal(dx.cpu(), expected.dx)
+            for sinks, wanted in ((dw1, expected.dw1), (dw2, expected.dw2)):
+                assert all(g is None or torch.equal(g.double().cpu(), w) for g, w in zip(sinks, wanted, strict=True))
+    ranks.close()
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_same_bits_for_any_number_of_ranks_and_options(world: int) -> None:
+    tokens, experts = 512, 32
+    whole = RoutingCase(name="ranks", tokens=(tokens,), num_experts=experts, top_k=6)
+    inputs = _inputs(whole)
+    alone = _ranks(whole, inputs)
+    expected = _run(alone, inputs)
+    alone.close()
+    split = RoutingCase(name="ranks", tokens=(tokens // world,) * world, num_experts=experts, top_k=6)
+    for options in ({}, {"comm_sms": 1}, {"comm_sms": 6}, {"recompute": True}, {"save_x": False}):
+        ranks = _ranks(split, inputs, **options)
+        _same_bits(_run(ranks, inputs), expected, options)
+        ranks.close()
+
+
+def test_same_bits_in_every_run_whatever_the_timing() -> None:
+    case = RoutingCase(name="timing", tokens=(257, 64, 129, 200), num_experts=16, top_k=4)
+    inputs = _inputs(case)
+    ranks = _ranks(case, inputs)
+    first, rng = _run(ranks, inputs), random.Random(0)
+    for _ in range(50):
+        delays = [rng.randrange(0, 200_000) for _ in case.tokens]
+        _same_bits(_run(ranks, inputs, poison=False, delays=delays), first, delays)
+    ranks.close()
+
+
+def _layer(tokens: int = 192) -> tuple[VirtualRanks, Inputs]:
+    case = RoutingCase(name="layer", tokens=(tokens,), num_experts=8, top_k=2)
+    inputs = _inputs(case)
+    return _ranks(case, inputs), inputs
+
+
+def _parameters(inputs: Inputs) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
+    w1 = [torch.nn.Parameter(w.to(DEVICE).clone()) for w in inputs.w1]
+    w2 = [torch.nn.Parameter(w.to(DEVICE).clone()) for w in inputs.w2]
+    return w1, w2
+
+
+def _through_autograd(ranks: VirtualRanks, inputs: Inputs, *, fuse: bool) -> tuple[Tensor, ...]:
+    w1, w2 = _parameters(inputs)
+    if fuse:
+        for weight in (*w1, *w2):
+            weight.main_grad = torch.zeros(weight.shape, device=DEVICE)  # type: ignore[attr-defined]
+    x, probs = (t.to(DEVICE).requires_grad_() for t in (inputs.x, inputs.probs))
+    y = apply_experts(
+        ranks.backends[0],
+        x,
+        probs,
+        inputs.routing_map.to(DEVICE),
+        ExpertParams(tuple(w1), 8),
+        ExpertParams(tuple(w2), 8),
+        layer=1,
+        fuse_grad_accumulation=fuse,
+    )
+    kept = y.detach().clone()
+    y.backward(inputs.dy.to(DEVICE))
+    name = "main_grad" if fuse else "grad"
+    if fuse:
+        assert all(weight.grad_added_to_main_grad for weight in (*w1, *w2))
+    dw = [torch.stack([getattr(weight, name) for weight in weights]) for weights in (w1, w2)]
+    assert x.grad is not None and probs.grad is not None
+    return tuple(t.cpu() for t in (kept, x.grad, probs.grad, *dw))
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_through_autograd(fuse: bool) -> None:
+    ranks, inputs = _layer()
+    _check(Result(*_through_autograd(ranks, inputs, fuse=fuse)), inputs)
+    ranks.close()
+
+
+def test_graph_replay_of_forward_and_backward() -> None:
+    """Captured once, replayed 100 times with new x, probs, routing and dy; equal to eager in every bit."""
+    torch.use_deterministic_algorithms(False)
+    ranks, inputs = _layer()
+    w1, w2 = _parameters(inputs)
+    params = (ExpertParams(tuple(w1), 8), ExpertParams(tuple(w2), 8))
+    x, probs = (t.to(DEVICE).requires_grad_() for t in (inputs.x, inputs.probs))
+    routing_map, dy = inputs.routing_map.to(DEVICE), inputs.dy.to(DEVICE)
+
+    def call() -> tuple[Tensor, ...]:
+        y = apply_experts(ranks.backends[0], x, probs, routing_map, *params, layer=1, fuse_grad_accumulation=False)
+        return (y.detach(), *torch.autograd.grad(y, (x, probs, *w1, *w2), dy))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call()
+    case = RoutingCase(name="layer", tokens=(192,), num_experts=8, top_k=2)
+    for seed in range(100):
+        new = make_inputs(case, dtype=torch.bfloat16, hidden=HIDDEN, intermediate=INTERMEDIATE, seed=100 + seed)
+        with torch.no_grad():
+            for target, source in ((x, new.x), (probs, new.probs), (routing_map, new.routing_map), (dy, new.dy)):
+                target.copy_(source)
+        graph.replay()
+        torch.cuda.synchronize()
+        replayed = [t.clone() for t in captured]
+        if seed % 10 == 0:
+            assert all(torch.equal(a, b) for a, b in zip(replayed, call(), strict=True)), f"replay {seed}"
+    ranks.close()
+
+
+def test_no_host_synchronisation() -> None:
+    torch.use_deterministic_algorithms(False)
+    ranks, inputs = _layer()
+    _through_autograd(ranks, inputs, fuse=True)
+    backend = ranks.backends[0]
+    w1, w2 = _parameters(inputs)
+    for weight in (*w1, *w2):
+        weight.main_grad = torch.zeros(weight.shape, device=DEVICE)  # type: ignore[attr-defined]
+    first, second = (ExpertParams(tuple(w), 8) for w in (w1, w2))
+    backend.prepare(first.matrices(), second.matrices())
+    backend._grad_tables.of([w.main_grad for w in w1])  # type: ignore[attr-defined]
+    backend._grad_tables.of([w.main_grad for w in w2])  # type: ignore[attr-defined]
+    x, probs = (t.to(DEVICE).requires_grad_() for t in (inputs.x, inputs.probs))
+    routing_map, dy = inputs.routing_map.to(DEVICE), inputs.dy.to(DEVICE)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        y = apply_experts(backend, x, probs, routing_map, first, second, layer=1, fuse_grad_accumulation=True)
+        y.backward(dy)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    ranks.close()
+
+
+def test_no_growth_over_many_calls() -> None:
+    torch.use_deterministic_algorithms(False)
+    ranks, inputs = _layer()
+    for _ in range(3):
+        _through_autograd(ranks, inputs, fuse=False)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    x, probs, routing_map, w1, w2 = (
+        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2)
+    )
+    first, second = list(w1), list(w2)
+    backend = ranks.backends[0]
+    for _ in range(1000):
+        schedule = backend.build_schedule(x, probs, routing_map, layer=1)
+        backend.forward(x, schedule, first, second, save=False, layer=1)
+    del x, probs, routing_map, w1, w2, first, second, schedule
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    ranks.close()
