@@ -135,7 +135,7 @@ def test_megatron_parses_the_tiny_config_and_builds_the_same_model(megatron: str
             "moe_router_num_groups": 4,
             "moe_router_group_topk": 2,
             "moe_router_topk_scaling_factor": 2.5,
-            "moe_shared_expert_intermediate_size": 96,
+            "moe_shared_expert_intermediate_size": 128,
             "moe_token_dispatcher_type": "mok",
             "expert_model_parallel_size": layout.ep,
             "gated_linear_unit": True,

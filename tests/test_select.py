@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mok_megatron.backends import select
+from mok_megatron.backends import cuda, select
 from mok_megatron.config import MoeShape, MokConfig
+from mok_megatron.model_config import load_model_config, shipped_configs
 from tests.distributed import run_ranks
 
 SHAPE = MoeShape(hidden=16, intermediate=8, num_experts=4, top_k=2)
@@ -65,3 +68,15 @@ def test_a_group_falls_back_together_and_says_for_which_rank() -> None:
     assert len(warnings_0) == len(warnings_1) == 1
     assert warnings_0[0].endswith(": rank 1 of its expert-parallel group: no nvcc")
     assert warnings_1[0].endswith("): no nvcc")
+
+
+@pytest.mark.parametrize("name", shipped_configs())
+def test_a_hopper_gpu_takes_every_shipped_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quickstart's model as well, so that the same command runs the kernels where there are some."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    monkeypatch.setattr(cuda, "load_library", lambda _architecture: SimpleNamespace(load_kernels=lambda: None))
+    config = load_model_config(name)
+    for layout in config.layouts.values():
+        shape = config.architecture_for(layout).moe_shape(layout.ep)
+        assert cuda.cuda_unavailable_reason(torch.device("cuda", 0), shape, torch.bfloat16) is None
