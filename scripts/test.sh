@@ -20,7 +20,8 @@ run_pytest() {
 }
 
 passed_any=no
-run_pytest -n "$jobs" --dist worksteal -m "not gpu" "$@"
+# By file, because the tests of a file share costly things in their process.
+run_pytest -n "$jobs" --dist loadfile -m "not gpu" "$@"
 if .venv/bin/python -c 'import sys, torch; sys.exit(torch.cuda.device_count() == 0)'; then
   run_pytest -m gpu "$@"
 else
