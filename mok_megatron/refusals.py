@@ -178,7 +178,7 @@ REFUSALS: tuple[Refusal, ...] = (
             "it pads to capacity to avoid a host sync, which mok does not have"),
     Refusal("moe_router_padding_for_quantization", "True", _on, _QUANTIZED_PADDING),
     Refusal("moe_router_padding_for_fp8", "True", _on, _QUANTIZED_PADDING),
-    Refusal("moe_expert_rank_capacity_factor", "set", _given, "mok drops no token: any routing fits",
+    Refusal("moe_expert_rank_capacity_factor", "set", _given, "mok drops no token",
             "Leave it unset; --mok-ring-rows bounds the memory"),
     Refusal("moe_token_dropping", "True", _on, "Megatron itself does not support it", flag=CONFIG_ONLY),
     # Parallelism.

@@ -91,7 +91,7 @@ class Backend(Protocol):
         needs_dx: bool,
         layer: int,
     ) -> tuple[Tensor | None, Tensor]:
-        """``dy [T, H]`` -> ``dx [T, H]`` (None unless ``needs_dx``) and ``d_weights [T, K]`` fp32, by slot."""
+        """``dy [T, H]`` -> ``dx [T, H]`` (None unless ``needs_dx``) and ``d_weights [T, K]``, typed as the weights."""
         ...
 
     def close(self) -> None:
