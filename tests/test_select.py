@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mok_megatron.backends import cuda, select
+from mok_megatron.backends import library, select
 from mok_megatron.config import MoeShape, MokConfig
 from mok_megatron.model_config import load_model_config, shipped_configs
 from tests.distributed import run_ranks
@@ -75,8 +75,8 @@ def test_a_hopper_gpu_takes_every_shipped_model(name: str, monkeypatch: pytest.M
     """The quickstart's model as well, so that the same command runs the kernels where there are some."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    monkeypatch.setattr(cuda, "load_library", lambda _architecture: SimpleNamespace(load_kernels=lambda: None))
+    monkeypatch.setattr(library, "load_library", lambda _architecture: SimpleNamespace(load_kernels=lambda: None))
     config = load_model_config(name)
     for layout in config.layouts.values():
         shape = config.architecture_for(layout).moe_shape(layout.ep)
-        assert cuda.cuda_unavailable_reason(torch.device("cuda", 0), shape, torch.bfloat16) is None
+        assert library.cuda_unavailable_reason(torch.device("cuda", 0), shape, torch.bfloat16) is None

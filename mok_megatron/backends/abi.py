@@ -200,11 +200,15 @@ _STRUCTS = {
 
 
 class Library:
-    """A loaded kernel library. Raises RuntimeError when its structs are not the ones of this module."""
+    """A loaded kernel library.
+
+    Raises RuntimeError when its structs are not the ones of this module, OSError when the file cannot be loaded.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         library = ctypes.CDLL(str(path))
+        _check_abi(library, path)
         self._encode_weights = library.mok_encode_weights
         self._load = (library.mok_load_schedule, library.mok_load_forward, library.mok_load_backward)
         self._launches = {
@@ -220,9 +224,6 @@ class Library:
             load.argtypes = ()
         for launch in self._launches.values():
             launch.argtypes = (c_void_p, c_void_p)
-        library.mok_abi.restype = c_int64
-        library.mok_abi.argtypes = (c_int32, ctypes.POINTER(ctypes.c_char_p))
-        _check_abi(library, path)
 
     def load_kernels(self) -> str | None:
         """Load every kernel onto the current device; None, or why the library cannot run there."""
@@ -247,6 +248,10 @@ def _raise(error: bytes | None) -> None:
 
 
 def _check_abi(library: ctypes.CDLL, path: Path) -> None:
+    if not hasattr(library, "mok_abi"):
+        raise RuntimeError(f"{path} is not a mok_megatron kernel library: it has no mok_abi")
+    library.mok_abi.restype = c_int64
+    library.mok_abi.argtypes = (c_int32, ctypes.POINTER(ctypes.c_char_p))
     name = ctypes.c_char_p()
     index = 0
     while (compiled := library.mok_abi(index, ctypes.byref(name))) >= 0:

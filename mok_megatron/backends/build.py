@@ -99,6 +99,8 @@ def _compile(nvcc: str, architecture: str, output: Path) -> None:
         printed = done.stdout + done.stderr
     except subprocess.TimeoutExpired:
         failure, printed = f"nvcc took more than {_TIME_LIMIT_S} s", ""
+    except OSError as error:
+        failure, printed = f"nvcc could not be started: {error}", ""
     if failure is not None:
         raise BuildError(
             f"the kernels for {architecture} could not be compiled: {failure}. `mok-megatron doctor` says which CUDA "

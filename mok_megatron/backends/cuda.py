@@ -7,9 +7,7 @@ itself is then the same as on W GPUs.
 
 from __future__ import annotations
 
-import ctypes
 import logging
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,66 +16,22 @@ from torch import Tensor
 
 from mok_megatron import memory, preflight
 from mok_megatron.backends import failures
-from mok_megatron.backends.abi import (
-    MAX_EXPERTS,
-    MAX_LOCAL_EXPERTS,
-    PROBS_TYPES,
-    BackwardParams,
-    CallParams,
-    ForwardParams,
-    Library,
-    ReopenParams,
-    ScheduleParams,
-)
 from mok_megatron.backends.base import Saved, WeightGrads
-from mok_megatron.backends.build import BuildError, architecture_of, build
-from mok_megatron.backends.grad_tables import GradTables, grad_type_of
+from mok_megatron.backends.build import architecture_of
+from mok_megatron.backends.grad_tables import GradTables, GradTargets, grad_type_of
+from mok_megatron.backends.launches import Launches
+from mok_megatron.backends.library import cuda_unavailable_reason, load_library
 from mok_megatron.backends.weight_maps import Maps, WeightMaps, check_operand
 from mok_megatron.backends.workspace import Sizes, Workspace
 from mok_megatron.config import MoeShape, MokConfig
 from mok_megatron.schedule import Schedule
-from mok_megatron.tile_order import BLOCK_ROWS, FC1_TILE_COLUMNS, fc2_lag
+from mok_megatron.tile_order import BLOCK_ROWS
+
+__all__ = ["CudaBackend", "cuda_unavailable_reason"]
 
 _SAY_MOST = "give the largest number of tokens per rank as max_tokens (--mok-max-tokens)"
 
 _logger = logging.getLogger(__name__)
-_libraries: dict[str, Library] = {}
-
-
-def load_library(architecture: str) -> Library:
-    """The kernel library of an architecture, compiled if need be. Raises BuildError."""
-    if architecture not in _libraries:
-        _libraries[architecture] = Library(build(architecture))
-    return _libraries[architecture]
-
-
-def cuda_unavailable_reason(device: torch.device, shape: MoeShape, dtype: torch.dtype) -> str | None:
-    """Why this backend cannot run a layer on ``device``, or None where it can. Compiles the kernels if need be."""
-    if device.type != "cuda":
-        return f"the device is {device.type}, not a GPU"
-    if dtype != torch.bfloat16:
-        return f"the kernels run bfloat16 layers, this one is {dtype}"
-    for name, value in (("hidden size", shape.hidden), ("expert intermediate size", shape.intermediate)):
-        if value % 64:
-            return f"{name} {value} is not a multiple of 64"
-    if shape.experts_per_rank > MAX_LOCAL_EXPERTS or shape.num_experts > MAX_EXPERTS:
-        return (
-            f"{shape.experts_per_rank} experts per rank and {shape.num_experts} in all exceed the kernels' "
-            f"{MAX_LOCAL_EXPERTS} and {MAX_EXPERTS}"
-        )
-    capability = torch.cuda.get_device_capability(device)
-    architecture = architecture_of(capability)
-    if architecture is None:
-        return (
-            f"there are no kernels for {torch.cuda.get_device_name(device)} (compute capability "
-            f"{capability[0]}.{capability[1]}), only for 9.0 (Hopper)"
-        )
-    try:
-        library = load_library(architecture)
-    except BuildError as error:
-        return str(error)
-    with torch.cuda.device(device):
-        return library.load_kernels()
 
 
 class CudaBackend:
@@ -92,16 +46,13 @@ class CudaBackend:
         self.device = torch.device(device.type, torch.cuda.current_device() if device.index is None else device.index)
         self.rank = rank
         architecture = architecture_of(torch.cuda.get_device_capability(device))
-        assert architecture is not None  # unavailable_reason has been asked
-        self.library = load_library(architecture)
-        self.sms = sms
+        assert architecture is not None  # cuda_unavailable_reason has been asked
+        library = load_library(architecture)
         self.workspace: Workspace | None = None
+        self._retired: list[Workspace] = []
         self._group: dist.ProcessGroup | None = None
-        self._weight_maps = WeightMaps(self.library, shape, self.device)
-        self._schedule_params = ScheduleParams()
-        self._forward_params = ForwardParams()
-        self._reopen_params = ReopenParams()
-        self._backward_params = BackwardParams()
+        self._launches = Launches(library, shape, config, self.device, rank=rank, sms=sms)
+        self._weight_maps = WeightMaps(library, shape, self.device)
         self._grad_tables = GradTables(self.device)
 
     @classmethod
@@ -147,8 +98,8 @@ class CudaBackend:
     def reserve(self, max_tokens: int) -> None:
         """Allocate for up to ``max_tokens`` tokens per rank, the same number on every rank. Collective over the group.
 
-        Raises ValueError when the group does not lie in one NVLink domain, and when its workspace exists and is too
-        small: peers hold its addresses.
+        Raises ValueError when the group does not lie in one NVLink domain, during a graph's capture, and when the
+        group's workspace exists and is too small: peers hold its addresses.
         """
         if self.workspace is not None and self.workspace.sizes.max_tokens >= max_tokens:
             return
@@ -156,6 +107,10 @@ class CudaBackend:
             raise ValueError(
                 f"{max_tokens} tokens exceed the {self.workspace.sizes.max_tokens} that the workspace of the "
                 f"expert-parallel group was made for: {_SAY_MOST}"
+            )
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError(
+                f"a workspace for {max_tokens} tokens cannot be made while a graph is captured: {_SAY_MOST}"
             )
         sizes = self.sizes(max_tokens)
         if self._group is None:
@@ -188,26 +143,14 @@ class CudaBackend:
             expert_first_row=torch.empty(self.shape.experts_per_rank + 1, dtype=torch.int32, device=self.device),
             block_rows=BLOCK_ROWS,
         )
-        params = self._schedule_params
-        self._open_call(params.call, tokens, capacity, layer)
-        params.probs = probs.data_ptr()
-        params.routing_map = routing_map.data_ptr()
-        params.x = x.data_ptr()
-        params.probs_stride = probs.stride(0)
-        params.probs_type = PROBS_TYPES[probs.dtype]
-        params.out_experts = schedule.experts.data_ptr()
-        params.out_weights = schedule.weights.data_ptr()
-        params.out_slot_dst_rank = schedule.slot_dst_rank.data_ptr()
-        params.out_slot_dst_row = schedule.slot_dst_row.data_ptr()
-        params.out_expert_first_row = schedule.expert_first_row.data_ptr()
-        self._launch(params)
+        self._launches.schedule(x, probs, routing_map, schedule, layer)
         return schedule
 
     def forward(
         self, x: Tensor, schedule: Schedule, w1: Sequence[Tensor], w2: Sequence[Tensor], *, save: bool, layer: int
     ) -> tuple[Tensor, Saved | None]:
         """See ``Backend.forward``. Keeps buffers of the capacity's length: the host never learns the row count."""
-        tokens, capacity = x.shape[0], schedule.row_src_rank.shape[0]
+        capacity = schedule.row_src_rank.shape[0]
         check_operand("x", x, (schedule.experts.shape[0], self.shape.hidden), self.device, layer)
         maps = self.prepare(w1, w2, layer)
         keep_gate_up = save and not self.config.recompute
@@ -215,23 +158,7 @@ class CudaBackend:
         gate_up = x.new_empty(capacity, 2 * self.shape.intermediate) if keep_gate_up else None
         x_rows = x.new_empty(capacity, self.shape.hidden) if keep_rows else None
         y = torch.empty_like(x)
-        params = self._forward_params
-        self._open_call(params.call, tokens, capacity, layer)
-        params.x = x.data_ptr()
-        params.experts = schedule.experts.data_ptr()
-        params.weights = schedule.weights.data_ptr()
-        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
-        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
-        params.expert_first_row = schedule.expert_first_row.data_ptr()
-        params.w1_maps, params.w2_maps = maps.w1_forward, maps.w2_forward
-        params.x_rows = self._space().scratch["x_rows"] if x_rows is None else x_rows.data_ptr()
-        params.gate_up = None if gate_up is None else gate_up.data_ptr()
-        params.row_src_rank = schedule.row_src_rank.data_ptr()
-        params.row_src_slot = schedule.row_src_slot.data_ptr()
-        params.y = y.data_ptr()
-        params.rebuild = 0
-        params.lag = self._lag(tokens, FC1_TILE_COLUMNS)
-        self._launch(params)
+        self._launches.forward(x, schedule, maps, x_rows=x_rows, gate_up=gate_up, y=y, layer=layer)
         return y, Saved(schedule=schedule, x=x, gate_up=gate_up, x_rows=x_rows) if save else None
 
     def prepare(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int = 0) -> Maps:
@@ -255,121 +182,65 @@ class CudaBackend:
         """See ``Backend.backward``. What forward did not keep is rebuilt first, by its own kernel."""
         schedule, inner, hidden = saved.schedule, self.shape.intermediate, self.shape.hidden
         check_operand("dy", dy, (schedule.experts.shape[0], hidden), self.device, layer)
-        grad_type = grad_type_of(grads, (2 * inner, hidden), (hidden, inner), layer)
+        grad_type = grad_type_of(grads, (2 * inner, hidden), (hidden, inner), self.device, layer)
         maps = self.prepare(w1, w2, layer)
         x_rows, gate_up = saved.x_rows, saved.gate_up
         if x_rows is None or gate_up is None:
             x_rows, gate_up = self._rebuild(saved, maps, layer)
-        self._reopen(dy, schedule, layer)
+        self._launches.reopen(dy, schedule, layer)
         dx = torch.empty_like(dy) if needs_dx else None
         d_weights = torch.empty_like(schedule.weights)
-        params = self._backward_params
-        self._open_call(params.call, dy.shape[0], schedule.row_src_rank.shape[0], layer)
-        params.dy = dy.data_ptr()
-        params.weights = schedule.weights.data_ptr()
-        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
-        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
-        params.row_src_rank = schedule.row_src_rank.data_ptr()
-        params.row_src_slot = schedule.row_src_slot.data_ptr()
-        params.expert_first_row = schedule.expert_first_row.data_ptr()
-        params.w1_maps, params.w2_maps = maps.w1_backward, maps.w2_backward
-        params.x_rows = x_rows.data_ptr()
-        params.gate_up = gate_up.data_ptr()
-        params.w1_grads = self._grad_tables.of(grads.w1)
-        params.w2_grads = self._grad_tables.of(grads.w2)
-        params.dx = None if dx is None else dx.data_ptr()
-        params.d_weights = d_weights.data_ptr()
-        params.lag = self._lag(dy.shape[0], memory.BACKWARD_TILE_COLUMNS)
-        params.grad_type, params.accumulate, params.wants_dx = grad_type, grads.accumulate, needs_dx
-        self._launch(params)
+        self._launches.backward(
+            dy,
+            schedule,
+            maps,
+            x_rows=x_rows,
+            gate_up=gate_up,
+            grads=GradTargets(
+                self._grad_tables.of(grads.w1), self._grad_tables.of(grads.w2), grad_type, grads.accumulate
+            ),
+            dx=dx,
+            d_weights=d_weights,
+            layer=layer,
+        )
         return dx, d_weights
 
     def close(self) -> None:
-        """Free the workspace. Idempotent."""
-        if self.workspace is not None:
-            torch.cuda.synchronize(self.device)
-            failures.forget(self.workspace)
-            self.workspace = None
-        self._weight_maps.clear()
-        self._grad_tables.clear()
-
-    def _reopen(self, tokens: Tensor, schedule: Schedule, layer: int) -> None:
-        """Open a call on an earlier schedule: publish ``tokens [T, H]`` to the peers and clear the counters."""
-        params = self._reopen_params
-        self._open_call(params.call, tokens.shape[0], schedule.row_src_rank.shape[0], layer)
-        params.tokens = tokens.data_ptr()
-        params.weights = schedule.weights.data_ptr()
-        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
-        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
-        params.expert_first_row = schedule.expert_first_row.data_ptr()
-        self._launch(params)
+        """Free the workspace; graphs that hold its addresses must not be replayed any more. Idempotent."""
+        workspaces = [space for space in (*self._retired, self.workspace) if space is not None]
+        self.workspace = None
+        self._retired.clear()
+        self._launches.adopt(None)
+        try:
+            if workspaces:
+                torch.cuda.synchronize(self.device)
+        finally:
+            for workspace in workspaces:
+                failures.forget(workspace)
+            self._weight_maps.clear()
+            self._grad_tables.clear()
 
     def _rebuild(self, saved: Saved, maps: Maps, layer: int) -> tuple[Tensor, Tensor]:
         """``x_rows [C, H]`` and ``gate_up [C, 2I]`` as forward had them, in every bit."""
         schedule, capacity = saved.schedule, saved.schedule.row_src_rank.shape[0]
-        self._reopen(saved.x, schedule, layer)
+        self._launches.reopen(saved.x, schedule, layer)
         x_rows = saved.x.new_empty(capacity, self.shape.hidden)
-        gate_up = saved.gate_up
-        params = self._forward_params
-        self._open_call(params.call, saved.x.shape[0], capacity, layer)
-        params.x = saved.x.data_ptr()
-        params.expert_first_row = schedule.expert_first_row.data_ptr()
-        params.w1_maps, params.w2_maps = maps.w1_forward, maps.w2_forward
-        params.x_rows = x_rows.data_ptr()
-        params.gate_up = None
-        if gate_up is None:
-            gate_up = saved.x.new_empty(capacity, 2 * self.shape.intermediate)
-            params.gate_up = gate_up.data_ptr()
-        params.row_src_rank = schedule.row_src_rank.data_ptr()
-        params.row_src_slot = schedule.row_src_slot.data_ptr()
-        params.y = None
-        params.rebuild = 1
-        params.lag = 1
-        self._launch(params)
-        return x_rows, gate_up
+        kept, new = saved.gate_up, None
+        if kept is None:
+            kept = new = saved.x.new_empty(capacity, 2 * self.shape.intermediate)
+        self._launches.forward(saved.x, schedule, maps, x_rows=x_rows, gate_up=new, y=None, layer=layer)
+        return x_rows, kept
 
     def _adopt(self, workspace: Workspace) -> None:
-        """Point all launches at ``workspace``."""
-        if self.workspace is not None:
+        """Work in ``workspace`` from now on; the one before is freed, or stays where a graph holds its addresses."""
+        # Launches of any stream may be under way in the one before, and the new one is to be zero for all of them.
+        torch.cuda.synchronize(self.device)
+        if self.workspace is not None and self._launches.captured:
+            self._retired.append(self.workspace)
+        elif self.workspace is not None:
             failures.forget(self.workspace)
         self.workspace = workspace
-        shape, scratch, activation = self.shape, workspace.scratch, self.shape.activation
-        call = CallParams(
-            peers=workspace.peers.data_ptr(),
-            local=workspace.base,
-            layout=workspace.layout,
-            epoch=scratch["epoch"],
-            fail=workspace.record.data_ptr(),
-            spin_limit=int(self.config.time_limit_s * 1e9),
-            rank=self.rank,
-            world=shape.ep_size,
-            top_k=shape.top_k,
-            experts=shape.num_experts,
-            hidden=shape.hidden,
-        )
-        tables = {name: scratch[name] for name in ("tile_table", "counters")}
-        routing = ("token_order", "block_counts", "route_base", "last_counts", "last_next")
-        launch = {
-            "intermediate": shape.intermediate,
-            "sms": self.sms,
-            "comm_sms": min(self.config.comm_sms or self.sms, self.sms),
-            "clamp": math.inf if activation.clamp is None else activation.clamp,
-            "linear_offset": activation.linear_offset,
-        }
-        self._schedule_params = ScheduleParams(call=call, **tables, **{name: scratch[name] for name in routing})
-        self._forward_params = ForwardParams(
-            call=call, **tables, **launch, token_order=scratch["token_order"], h=scratch["h"]
-        )
-        self._reopen_params = ReopenParams(call=call, **tables, sms=self.sms)
-        self._backward_params = BackwardParams(
-            call=call,
-            **tables,
-            **launch,
-            dy_rows=scratch["x_rows"],
-            d_gate_up=scratch["d_gate_up"],
-            h_rows=scratch["h"],
-            row_weights=scratch["row_weights"],
-        )
+        self._launches.adopt(workspace)
         failures.watch(workspace)
 
     def _space(self) -> Workspace:
@@ -388,30 +259,6 @@ class CudaBackend:
             return sizes.ring_rows
         worst = memory.worst_case_rows(self.shape, tokens)
         return min(sizes.ring_rows, max(BLOCK_ROWS, worst))
-
-    def _launch(self, params: ctypes.Structure) -> None:
-        """Launch on the tensors' device, whatever the current one is, and on its current stream."""
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        if torch.cuda.current_device() == self.device.index:
-            self.library.launch(params, stream)
-        else:
-            with torch.cuda.device(self.device):
-                self.library.launch(params, stream)
-
-    def _lag(self, tokens: int, tile_columns: int) -> int:
-        """Experts between the two GEMMs of one; ``tile_columns`` of I are one tile of the first."""
-        shape = self.shape
-        return fc2_lag(
-            tokens * shape.ep_size * shape.top_k / shape.num_experts,
-            fc1_columns=-(-shape.intermediate // tile_columns),
-            clusters=self.sms // 2,
-            experts=shape.experts_per_rank,
-        )
-
-    def _open_call(self, call: CallParams, tokens: int, capacity: int, layer: int) -> None:
-        """What changes between calls; ``_adopt`` has set the rest. Raises RuntimeError when a kernel has failed."""
-        failures.check(layer)
-        call.tokens, call.capacity, call.layer = tokens, capacity, layer
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -2,46 +2,49 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mok_megatron.backends.base import WeightGrads
+from mok_megatron.backends.device_tables import DeviceTables
 
 GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1}
-_KEPT = 1024
-_Addresses = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class GradTargets:
+    """Where a call's weight gradients go: tables ``[e]`` (None: all frozen), their ``GradType``, whether to add."""
+
+    w1: int | None
+    w2: int | None
+    type: int
+    accumulate: bool
 
 
 class GradTables:
-    """A cache from gradient addresses to tables ``int64 [e]`` on ``device``, 0 where a weight is frozen."""
+    """Gradient addresses -> tables ``int64 [e]`` on ``device``, 0 where a weight is frozen."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._tables: OrderedDict[_Addresses, tuple[Tensor, Tensor]] = OrderedDict()
+        self._tables = DeviceTables(device)
 
     def of(self, grads: Sequence[Tensor | None]) -> int | None:
         """Address of the table of ``grads``; None when every weight is frozen."""
         addresses = tuple([0 if grad is None else grad.data_ptr() for grad in grads])
         if not any(addresses):
             return None
-        found = self._tables.get(addresses)
-        if found is None:
-            host = torch.tensor(addresses, dtype=torch.int64).pin_memory()
-            found = (host.to(self._device, non_blocking=True), host)  # a graph may replay the copy: both stay
-            self._tables[addresses] = found
-            if len(self._tables) > _KEPT and not torch.cuda.is_current_stream_capturing():
-                self._tables.popitem(last=False)
-        return found[0].data_ptr()
+        return self._tables.of(addresses, lambda: torch.tensor(addresses, dtype=torch.int64))
 
     def clear(self) -> None:
         """Forget all tables."""
         self._tables.clear()
 
 
-def grad_type_of(grads: WeightGrads, w1_size: tuple[int, int], w2_size: tuple[int, int], layer: int) -> int:
+def grad_type_of(
+    grads: WeightGrads, w1_size: tuple[int, int], w2_size: tuple[int, int], device: torch.device, layer: int
+) -> int:
     """``GradType`` of the call's gradients. Raises ValueError for sinks that the kernel cannot write."""
     types = set()
     for name, sinks, size in (("w1", grads.w1, w1_size), ("w2", grads.w2, w2_size)):
@@ -49,10 +52,11 @@ def grad_type_of(grads: WeightGrads, w1_size: tuple[int, int], w2_size: tuple[in
             if sink is None:
                 continue
             types.add(sink.dtype)
-            if sink.shape != size or not sink.is_contiguous() or sink.data_ptr() % 8:
+            if sink.shape != size or sink.device != device or not sink.is_contiguous() or sink.data_ptr() % 8:
                 raise ValueError(
-                    f"layer {layer}: the gradient of {name}[{index}] must be contiguous {list(size)} and 8-byte "
-                    f"aligned, got {list(sink.shape)} with strides {sink.stride()} at {sink.data_ptr():#x}"
+                    f"layer {layer}: the gradient of {name}[{index}] must be contiguous {list(size)} on {device} and "
+                    f"8-byte aligned, got {list(sink.shape)} on {sink.device} with strides {sink.stride()} at "
+                    f"{sink.data_ptr():#x}"
                 )
     if len(types) > 1 or not types <= GRAD_TYPES.keys():
         names = ", ".join(sorted(str(dtype) for dtype in types))

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from mok_megatron.backends.base import Backend
-from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
+from mok_megatron.backends.cuda import CudaBackend
+from mok_megatron.backends.library import cuda_unavailable_reason
 from mok_megatron.backends.reference import ReferenceBackend
 from mok_megatron.config import MoeShape, MokConfig
 

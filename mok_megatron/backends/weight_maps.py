@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,60 +9,54 @@ import torch
 from torch import Tensor
 
 from mok_megatron.backends.abi import TENSOR_MAP_BYTES, Library
+from mok_megatron.backends.device_tables import Addresses, DeviceTables
 from mok_megatron.config import MoeShape
-
-_KEPT = 1024
-"""Sets of maps kept: one per layer while its parameters stay where they are."""
 
 
 @dataclass(frozen=True)
 class Maps:
-    """Device addresses of the maps of w1 and w2 for each direction, ``[e]`` each, and what keeps them alive."""
+    """Device addresses of the maps of w1 and w2 for each direction, ``[e]`` each."""
 
     w1_forward: int
     w2_forward: int
     w1_backward: int
     w2_backward: int
-    device: Tensor
-    host: Tensor  # the copy may still be under way, or be replayed by a graph
 
 
 class WeightMaps:
-    """A cache from weight addresses to tensor maps on ``device``."""
+    """Weight addresses -> tensor maps on ``device``."""
 
     def __init__(self, library: Library, shape: MoeShape, device: torch.device) -> None:
         self._library, self._shape, self._device = library, shape, device
-        self._maps: OrderedDict[tuple[int, ...], Maps] = OrderedDict()
+        self._part = shape.experts_per_rank * TENSOR_MAP_BYTES
+        self._tables = DeviceTables(device)
 
     def of(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int) -> Maps:
         """Maps of ``w1[i] [2I, H]`` and ``w2[i] [H, I]`` where they are now. Raises ValueError for other tensors."""
         addresses = tuple([weight.data_ptr() for weight in w1] + [weight.data_ptr() for weight in w2])
-        maps = self._maps.get(addresses)
-        if maps is None:
+
+        def encoded() -> Tensor:
             self._check(w1, w2, layer)
-            maps = self._encode(addresses)
-            self._maps[addresses] = maps
-            if len(self._maps) > _KEPT and not torch.cuda.is_current_stream_capturing():
-                self._maps.popitem(last=False)
-        return maps
+            return self._encode(addresses)
+
+        first = self._tables.of(addresses, encoded)
+        return Maps(*(first + i * self._part for i in range(4)))
 
     def clear(self) -> None:
         """Forget all maps."""
-        self._maps.clear()
+        self._tables.clear()
 
-    def _encode(self, addresses: tuple[int, ...]) -> Maps:
+    def _encode(self, addresses: Addresses) -> Tensor:
+        """``uint8 [4 * e * 128]`` in host memory, in the order of ``Maps``."""
         count, hidden, inner = self._shape.experts_per_rank, self._shape.hidden, self._shape.intermediate
-        part = count * TENSOR_MAP_BYTES
-        host = torch.empty(4 * part, dtype=torch.uint8).pin_memory()
-        first, second = list(addresses[:count]), list(addresses[count:])
-        encode, start = self._library.encode_weights, host.data_ptr()
-        encode(start, first, parts=2, rows=inner, columns=hidden, box_rows=128)
-        encode(start + part, second, parts=1, rows=hidden, columns=inner, box_rows=128)
-        encode(start + 2 * part, first, parts=1, rows=2 * inner, columns=hidden, box_rows=64)
-        encode(start + 3 * part, second, parts=1, rows=hidden, columns=inner, box_rows=64)
-        device = host.to(self._device, non_blocking=True)
-        w1_forward, w2_forward, w1_backward, w2_backward = (device.data_ptr() + i * part for i in range(4))
-        return Maps(w1_forward, w2_forward, w1_backward, w2_backward, device, host)
+        host = torch.empty(4 * self._part, dtype=torch.uint8)
+        w1, w2 = list(addresses[:count]), list(addresses[count:])
+        encode, start, part = self._library.encode_weights, host.data_ptr(), self._part
+        encode(start, w1, parts=2, rows=inner, columns=hidden, box_rows=128)
+        encode(start + part, w2, parts=1, rows=hidden, columns=inner, box_rows=128)
+        encode(start + 2 * part, w1, parts=1, rows=2 * inner, columns=hidden, box_rows=64)
+        encode(start + 3 * part, w2, parts=1, rows=hidden, columns=inner, box_rows=64)
+        return host
 
     def _check(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int) -> None:
         shape = self._shape

@@ -76,14 +76,18 @@ class Workspace:
 
         buffer = symmetric_memory.empty(sizes.layout().bytes, dtype=torch.uint8, device=device)
         handle = symmetric_memory.rendezvous(buffer, group)
-        peers = [int(pointer) for pointer in handle.buffer_ptrs]
-        unreachable = [rank for rank, pointer in enumerate(peers) if pointer == 0]
-        if unreachable or len(peers) != group.size():
+        bases = [int(pointer) for pointer in handle.buffer_ptrs]
+        unreachable = [rank for rank, pointer in enumerate(bases) if pointer == 0]
+        if unreachable or len(bases) != group.size():
             raise RuntimeError(
                 f"rank {group.rank()} of the expert-parallel group cannot reach the memory of rank(s) {unreachable} "
-                f"({len(peers)} of {group.size()} addresses): an EP group must lie inside one NVLink domain; "
+                f"({len(bases)} of {group.size()} addresses): an EP group must lie inside one NVLink domain; "
                 f"see `mok-megatron doctor`"
             )
+        # The addresses are those of whole allocations, of which torch's pool may have given us a part.
+        offsets = [0] * group.size()
+        dist.all_gather_object(offsets, buffer.data_ptr() - bases[group.rank()], group=group)
+        peers = [base + offset for base, offset in zip(bases, offsets, strict=True)]
         buffer.zero_()
         torch.cuda.synchronize(device)
         dist.barrier(group=group)  # no peer signals before the flags are zero

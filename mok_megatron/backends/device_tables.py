@@ -1,0 +1,73 @@
+"""Small tables that the kernels read on the device, made on the host once for each set of addresses in them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KEPT = 1024
+"""Tables kept: one per layer while its parameters stay where they are."""
+
+Addresses = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    device: Tensor
+    host: Tensor  # pinned; a graph may replay the copy
+    ready: torch.cuda.Event | None  # the copy has run; None: it belongs to a graph, which runs it at every replay
+    streams: set[int]  # that come after the copy
+
+
+class DeviceTables:
+    """A cache from addresses to tables on ``device``, safe under streams and graphs.
+
+    The copy to the device runs on the stream of the first call; other streams wait for it once. A table that a graph
+    may read is never given up. One that is made during a capture is filled by the graph's replays alone, so no other
+    call gets it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._entries: OrderedDict[Addresses, _Entry] = OrderedDict()
+        self._of_graphs: dict[int, _Entry] = {}
+
+    def of(self, addresses: Addresses, make: Callable[[], Tensor]) -> int:
+        """Address of the table of ``addresses``; ``make`` gives its content in host memory where it is new."""
+        entry = self._entries.get(addresses)
+        if torch.cuda.is_current_stream_capturing():
+            entry = entry or self._copied(make(), captured=True)
+            self._of_graphs[id(entry)] = entry
+        elif entry is None:
+            entry = self._entries[addresses] = self._copied(make(), captured=False)
+            if len(self._entries) > KEPT:
+                self._entries.popitem(last=False)
+        else:
+            self._entries.move_to_end(addresses)
+            _order(entry, torch.cuda.current_stream(self._device))
+        return entry.device.data_ptr()
+
+    def clear(self) -> None:
+        """Forget all tables; nothing may use them any more."""
+        self._entries.clear()
+        self._of_graphs.clear()
+
+    def _copied(self, content: Tensor, *, captured: bool) -> _Entry:
+        host = content.pin_memory()
+        device = host.to(self._device, non_blocking=True)
+        stream = torch.cuda.current_stream(self._device)
+        ready = None if captured else stream.record_event()
+        return _Entry(device, host, ready, {stream.cuda_stream})
+
+
+def _order(entry: _Entry, stream: torch.cuda.Stream) -> None:
+    """Let ``stream`` come after the copy, and the table's memory live until ``stream`` is done with it."""
+    if stream.cuda_stream in entry.streams or entry.ready is None:
+        return
+    stream.wait_event(entry.ready)
+    entry.device.record_stream(stream)
+    entry.streams.add(stream.cuda_stream)

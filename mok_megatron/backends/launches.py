@@ -1,0 +1,223 @@
+"""The launches of one rank: their parameter structs, filled for each call, on the right device and stream."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+from mok_megatron import memory
+from mok_megatron.backends import failures
+from mok_megatron.backends.abi import (
+    PROBS_TYPES,
+    BackwardParams,
+    CallParams,
+    ForwardParams,
+    Library,
+    ReopenParams,
+    ScheduleParams,
+)
+from mok_megatron.backends.grad_tables import GradTargets
+from mok_megatron.backends.weight_maps import Maps
+from mok_megatron.backends.workspace import Workspace
+from mok_megatron.config import MoeShape, MokConfig
+from mok_megatron.schedule import Schedule
+from mok_megatron.tile_order import FC1_TILE_COLUMNS, fc2_lag
+
+
+class Launches:
+    """Launches on ``device`` with ``sms`` SMs. Each raises RuntimeError when a kernel of this process has failed.
+
+    All of them work in one workspace, so a launch on another stream than the one before waits for that one.
+
+    Attributes:
+        captured: a graph holds addresses of the workspace.
+    """
+
+    def __init__(
+        self, library: Library, shape: MoeShape, config: MokConfig, device: torch.device, *, rank: int, sms: int
+    ) -> None:
+        self._library, self._shape, self._config, self._device = library, shape, config, device
+        self._rank, self._sms = rank, sms
+        self._workspace: Workspace | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self.captured = False
+        self._schedule = ScheduleParams()
+        self._forward = ForwardParams()
+        self._reopen = ReopenParams()
+        self._backward = BackwardParams()
+
+    def adopt(self, workspace: Workspace | None) -> None:
+        """Point all launches at ``workspace``; None: there is none any more."""
+        self._workspace, self.captured = workspace, False
+        if workspace is None:
+            return
+        shape, scratch, activation = self._shape, workspace.scratch, self._shape.activation
+        call = CallParams(
+            peers=workspace.peers.data_ptr(),
+            local=workspace.base,
+            layout=workspace.layout,
+            epoch=scratch["epoch"],
+            fail=workspace.record.data_ptr(),
+            spin_limit=int(self._config.time_limit_s * 1e9),
+            rank=self._rank,
+            world=shape.ep_size,
+            top_k=shape.top_k,
+            experts=shape.num_experts,
+            hidden=shape.hidden,
+        )
+        tables = {name: scratch[name] for name in ("tile_table", "counters")}
+        routing = ("token_order", "block_counts", "route_base", "last_counts", "last_next")
+        launch = {
+            "intermediate": shape.intermediate,
+            "sms": self._sms,
+            "comm_sms": min(self._config.comm_sms or self._sms, self._sms),
+            "clamp": math.inf if activation.clamp is None else activation.clamp,
+            "linear_offset": activation.linear_offset,
+        }
+        self._schedule = ScheduleParams(call=call, **tables, **{name: scratch[name] for name in routing})
+        self._forward = ForwardParams(call=call, **tables, **launch, token_order=scratch["token_order"], h=scratch["h"])
+        self._reopen = ReopenParams(call=call, **tables, sms=self._sms)
+        self._backward = BackwardParams(
+            call=call,
+            **tables,
+            **launch,
+            dy_rows=scratch["x_rows"],
+            d_gate_up=scratch["d_gate_up"],
+            h_rows=scratch["h"],
+            row_weights=scratch["row_weights"],
+        )
+
+    def schedule(self, x: Tensor, probs: Tensor, routing_map: Tensor, out: Schedule, layer: int) -> None:
+        """Fill all of ``out`` but the row tables; open the call that ``forward`` ends."""
+        params = self._schedule
+        self._open(params.call, out, layer)
+        params.probs = probs.data_ptr()
+        params.routing_map = routing_map.data_ptr()
+        params.x = x.data_ptr()
+        params.probs_stride = probs.stride(0)
+        params.probs_type = PROBS_TYPES[probs.dtype]
+        params.out_experts = out.experts.data_ptr()
+        params.out_weights = out.weights.data_ptr()
+        params.out_slot_dst_rank = out.slot_dst_rank.data_ptr()
+        params.out_slot_dst_row = out.slot_dst_row.data_ptr()
+        params.out_expert_first_row = out.expert_first_row.data_ptr()
+        self._launch(params)
+
+    def forward(
+        self,
+        x: Tensor,
+        schedule: Schedule,
+        maps: Maps,
+        *,
+        x_rows: Tensor | None,
+        gate_up: Tensor | None,
+        y: Tensor | None,
+        layer: int,
+    ) -> None:
+        """``y [T, H]`` and, where wanted, ``x_rows [C, H]`` and ``gate_up [C, 2I]``.
+
+        Without ``y`` the rows alone are rebuilt for backward, in every bit as forward had them.
+        """
+        params = self._forward
+        scratch = self._open(params.call, schedule, layer).scratch
+        params.x = x.data_ptr()
+        params.experts = schedule.experts.data_ptr()
+        params.weights = schedule.weights.data_ptr()
+        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
+        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
+        params.expert_first_row = schedule.expert_first_row.data_ptr()
+        params.w1_maps, params.w2_maps = maps.w1_forward, maps.w2_forward
+        params.x_rows = scratch["x_rows"] if x_rows is None else x_rows.data_ptr()
+        params.gate_up = None if gate_up is None else gate_up.data_ptr()
+        params.row_src_rank = schedule.row_src_rank.data_ptr()
+        params.row_src_slot = schedule.row_src_slot.data_ptr()
+        params.y = None if y is None else y.data_ptr()
+        params.rebuild = y is None
+        params.lag = 1 if y is None else self._lag(x.shape[0], FC1_TILE_COLUMNS)
+        self._launch(params)
+
+    def reopen(self, tokens: Tensor, schedule: Schedule, layer: int) -> None:
+        """Open a call on an earlier schedule: publish ``tokens [T, H]`` to the peers and clear the counters."""
+        params = self._reopen
+        self._open(params.call, schedule, layer)
+        params.tokens = tokens.data_ptr()
+        params.weights = schedule.weights.data_ptr()
+        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
+        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
+        params.expert_first_row = schedule.expert_first_row.data_ptr()
+        self._launch(params)
+
+    def backward(
+        self,
+        dy: Tensor,
+        schedule: Schedule,
+        maps: Maps,
+        *,
+        x_rows: Tensor,
+        gate_up: Tensor,
+        grads: GradTargets,
+        dx: Tensor | None,
+        d_weights: Tensor,
+        layer: int,
+    ) -> None:
+        """``dx [T, H]``, ``d_weights [T, K]`` and the weight gradients, in the call that ``reopen`` opened."""
+        params = self._backward
+        self._open(params.call, schedule, layer)
+        params.dy = dy.data_ptr()
+        params.weights = schedule.weights.data_ptr()
+        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
+        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
+        params.row_src_rank = schedule.row_src_rank.data_ptr()
+        params.row_src_slot = schedule.row_src_slot.data_ptr()
+        params.expert_first_row = schedule.expert_first_row.data_ptr()
+        params.w1_maps, params.w2_maps = maps.w1_backward, maps.w2_backward
+        params.x_rows = x_rows.data_ptr()
+        params.gate_up = gate_up.data_ptr()
+        params.w1_grads, params.w2_grads = grads.w1, grads.w2
+        params.grad_type, params.accumulate = grads.type, grads.accumulate
+        params.dx = None if dx is None else dx.data_ptr()
+        params.wants_dx = dx is not None
+        params.d_weights = d_weights.data_ptr()
+        params.lag = self._lag(dy.shape[0], memory.BACKWARD_TILE_COLUMNS)
+        self._launch(params)
+
+    def _open(self, call: CallParams, schedule: Schedule, layer: int) -> Workspace:
+        """What changes between calls; ``adopt`` has set the rest."""
+        failures.check(layer)
+        if self._workspace is None:
+            raise RuntimeError(
+                f"layer {layer}: the backend has no workspace: call reserve(max_tokens) at model build, and close() "
+                f"only after the last backward"
+            )
+        call.tokens, call.capacity, call.layer = schedule.experts.shape[0], schedule.row_src_rank.shape[0], layer
+        return self._workspace
+
+    def _launch(self, params: ctypes.Structure) -> None:
+        """Launch on the tensors' device, whatever the current one is, and on its current stream."""
+        if torch.cuda.current_device() == self._device.index:
+            self._launch_here(params)
+        else:
+            with torch.cuda.device(self._device):
+                self._launch_here(params)
+
+    def _launch_here(self, params: ctypes.Structure) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        if torch.cuda.is_current_stream_capturing():
+            self.captured = True
+        elif self._stream is not None and stream != self._stream:
+            stream.wait_stream(self._stream)
+        self._stream = stream
+        self._library.launch(params, stream.cuda_stream)
+
+    def _lag(self, tokens: int, tile_columns: int) -> int:
+        """Experts between the two GEMMs of one; ``tile_columns`` of I are one tile of the first."""
+        shape = self._shape
+        return fc2_lag(
+            tokens * shape.ep_size * shape.top_k / shape.num_experts,
+            fc1_columns=-(-shape.intermediate // tile_columns),
+            clusters=self._sms // 2,
+            experts=shape.experts_per_rank,
+        )
