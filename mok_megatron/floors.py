@@ -54,16 +54,19 @@ def nvlink_bytes(
     return dispatch, combine
 
 
-def hbm_bytes(shape: MoeShape, tokens: float, direction: Direction, element_bytes: int = 2) -> float:
-    """Least HBM traffic per rank: each weight once, each routed row read and written once per buffer it passes.
-
-    Backward also reads and writes fp32 weight gradients once.
-    """
+def gemm_hbm_bytes(shape: MoeShape, tokens: float, direction: Direction, element_bytes: int = 2) -> float:
+    """Least HBM traffic per rank but for weight gradients: each weight once, each row once per buffer it passes."""
     weights = shape.experts_per_rank * 3 * shape.hidden * shape.intermediate
-    routes = tokens * shape.top_k
-    if direction == "fwd":
-        return element_bytes * (weights + routes * (4 * shape.hidden + 4 * shape.intermediate))
-    return element_bytes * (weights + routes * (5 * shape.hidden + 10 * shape.intermediate)) + 8 * weights
+    width = 4 * shape.hidden + 4 * shape.intermediate
+    if direction == "bwd":
+        width = 5 * shape.hidden + 10 * shape.intermediate
+    return element_bytes * (weights + tokens * shape.top_k * width)
+
+
+def hbm_bytes(shape: MoeShape, tokens: float, direction: Direction, element_bytes: int = 2) -> float:
+    """Least HBM traffic per rank; backward also reads and writes fp32 weight gradients once."""
+    gradients = 8 * shape.experts_per_rank * 3 * shape.hidden * shape.intermediate if direction == "bwd" else 0
+    return gemm_hbm_bytes(shape, tokens, direction, element_bytes) + gradients
 
 
 @dataclass(frozen=True, kw_only=True)

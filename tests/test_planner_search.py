@@ -192,7 +192,7 @@ def test_sbatch_script_runs(tmp_path: Path) -> None:
     """With stand-ins for Slurm's programs: one task, started from another folder than the script's."""
     folder = written(tmp_path, "--gpu", "gb300", "--racks", "8", "--ep", "64", "--pp", "8", "--vpp", "4", "--json")
     programs = {
-        "scontrol": "echo host-a; echo host-b",
+        "scontrol": "for i in {0..4095}; do echo host-$i; done",  # more than a pipe holds
         "mok-megatron": 'echo "preflight $@"',
         "python": f'exec {sys.executable} "$@"',
         "srun": 'while [[ $1 == -* ]]; do shift; done; SLURM_PROCID=5 SLURM_LOCALID=1 exec "$@"',
@@ -209,7 +209,7 @@ def test_sbatch_script_runs(tmp_path: Path) -> None:
     command = ["bash", str(folder / "launch.sbatch"), "--data-path", "a b"]
     done = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=tmp_path, timeout=60, check=True)
     lines = done.stdout.splitlines()
-    assert lines[:2] == ["preflight doctor", "5 1 512 host-a"]
+    assert lines[:2] == ["preflight doctor", "5 1 512 host-0"]
     assert lines[-2:] == ["--data-path", "a b"]
     assert "([0]*3+[1]*58)" in lines
     del variables["PRETRAIN"]

@@ -1,11 +1,9 @@
-"""Invariants of the performance model, its calibration, and its error against measurements where there are any."""
+"""Invariants of the performance model."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import random
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,24 +13,28 @@ from hypothesis import strategies as st
 
 from mok_megatron.config import MoeShape
 from mok_megatron.floors import dispatch_crossings, layer_floors, nvlink_bytes, ranks_per_token, routed_flops
-from mok_megatron.hardware import GPUS, gpu
+from mok_megatron.hardware import gpu
 from mok_megatron.simulator import (
+    Epilogues,
     Machine,
-    Measurement,
     Policy,
     Traffic,
     build_traffic,
-    calibrate,
-    load_measurements,
-    predict,
+    named_routing,
     sample_routing,
     simulate,
 )
 from mok_megatron.simulator.dependencies import run_interleaved
+from mok_megatron.simulator.traffic import ROUTINGS
 from mok_megatron.tile_order import BLOCK_ROWS, TileOrder
 
 H200 = Machine.from_gpu(gpu("h200"))
-BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
+IDEAL: dict[str, Any] = {
+    **dict.fromkeys(("launch_s", "schedule_s", "schedule_per_route_s", "contention", "hbm_contention"), 0.0),
+    "sustained": 1.0,
+    "epilogues": Epilogues(fc1=0.0, fc2=0.0, act_grad=0.0, wgrad=0.0),
+}
+"""A machine that does nothing but multiply and move rows."""
 POLICIES = [
     Policy(),
     Policy(combine="push"),
@@ -60,7 +62,7 @@ def cases(draw: st.DrawFn) -> tuple[MoeShape, int, float, int]:
 def test_never_below_the_floors(case: Any, policy: Policy, direction: Any) -> None:
     shape, tokens, imbalance, seed = case
     traffic = build_traffic(shape, sample_routing(shape, tokens, imbalance=imbalance, seed=seed))
-    fastest = H200.with_(tile_overhead_s=0.0, start_s=0.0, latency_s=0.0, contention=0.0)
+    fastest = H200.with_(**IDEAL, latency_s=0.0)
     for machine in (fastest, H200.with_(jitter=0.1, skew_s=1e-5)):
         outcome = simulate(machine, policy, traffic, direction)
         assert outcome.total_s >= outcome.floors.bound * (1 - 1e-9)
@@ -151,7 +153,7 @@ def packed(ranks: int, tokens: int, hidden: int, width: int) -> Traffic:
 @pytest.mark.parametrize("direction", ["fwd", "bwd"])
 def test_packed_rows_compute_at_the_floor(direction: Any) -> None:
     traffic = packed(1, 132 * 128, 1024, 1024)  # whole waves of 66 clusters: nothing is lost but start and copy
-    ideal = H200.with_(tile_overhead_s=0.0, start_s=0.0, contention=0.0, local_copy=1e18)
+    ideal = H200.with_(**IDEAL, local_copy=1e18)
     outcome = simulate(ideal, Policy(), traffic, direction)
     assert outcome.floors.limit == "FLOP"
     # Backward ends in 96 large weight gradient tiles on 66 clusters: the second wave is not full.
@@ -162,7 +164,7 @@ def test_packed_rows_compute_at_the_floor(direction: Any) -> None:
 def test_a_rank_that_holds_everything_is_bound_by_its_link(policy: Policy) -> None:
     shape = shape_of(8, 2, 2, hidden=4096, width=8)
     experts = np.broadcast_to(np.array([0, 1]), (8, 512, 2)).copy()
-    links_only = H200.with_(gemm_flops=1e21, tile_overhead_s=0.0, start_s=0.0, latency_s=0.0, local_copy=1e18)
+    links_only = H200.with_(**IDEAL, gemm_flops=1e21, latency_s=0.0, local_copy=1e18)
     outcome = simulate(links_only, policy, build_traffic(shape, experts))
     sent = 7 * 512 * 2 * 4096 * 2  # the peers' 512 tokens go back to them, one row for each of two experts
     assert outcome.floors.limit == "NVLink"
@@ -174,6 +176,29 @@ def test_copy_rates_are_the_measured_ones() -> None:
     rates = [Policy(copy_layout="dedicated", comm_sms=sms).copy_rate(H200) for sms in (4, 8, 16)]
     assert rates == pytest.approx([176e9, 332e9, 332e9])
     assert Policy(comm_sms=66).copy_rate(H200) == pytest.approx(66 * 44e9 * 2 / 32)
+
+
+def test_named_routings_are_what_they_say() -> None:
+    shape = shape_of(4, 8, 4)
+    for name in ROUTINGS:
+        experts = named_routing(name, shape, 500)
+        assert experts.shape == (4, 500, 4)
+        assert (np.diff(experts, axis=2) > 0).all()
+    assert (named_routing("single-hot", shape, 500)[:, :, 0] == 0).all()
+    remote = named_routing("all-remote", shape, 500) // 8
+    assert all((remote[rank] != rank).all() for rank in range(4))
+    busiest = np.bincount(named_routing("zipf", shape, 500).reshape(-1)).max()
+    assert busiest > 2 * np.bincount(named_routing("uniform", shape, 500).reshape(-1)).max()
+
+
+def test_under_the_power_limit_tiles_take_longer() -> None:
+    traffic = build_traffic(shape := shape_of(1, 4, 2, hidden=4096, width=4096), sample_routing(shape, 8192))
+    never, late, always = (
+        simulate(H200.with_(**{**IDEAL, "sustained": 0.5}, burst_s=burst), Policy(), traffic).compute_s
+        for burst in (1.0, 1e-3, 0.0)
+    )
+    assert always == pytest.approx(2 * never, rel=0.01)
+    assert late == pytest.approx(1e-3 + 2 * (never - 1e-3), rel=0.1)
 
 
 def test_push_hides_the_combine_that_pull_leaves_at_the_end() -> None:
@@ -192,76 +217,14 @@ def test_prediction_names_itself_and_its_basis() -> None:
     assert "not a measurement: not measured on GB300 NVL72" in text
 
 
-def synthetic(tmp_path: Path, machine: Machine) -> Path:
-    results = []
-    for hidden, width, experts in ((7168, 2048, 32), (5120, 1536, 20), (2048, 768, 128)):
-        shape = MoeShape(hidden=hidden, intermediate=width, num_experts=experts, top_k=8)
-        for direction in ("fwd", "bwd"):
-            traffic = build_traffic(shape, sample_routing(shape, 8192, seed=7))
-            ms = simulate(machine, Policy(), traffic, direction).total_s * 1e3  # type: ignore[arg-type]
-            results.append({"shape": [hidden, width], "T": 8192, "K": 8, "E": experts, "W": 1, "routing": "uniform",
-                            "direction": direction, "ms": ms})  # fmt: skip
-    results.append({"direction": "fwd+bwd", "ms": 1.0})
-    path = tmp_path / "bench.json"
-    path.write_text(json.dumps({"gpu": "NVIDIA H200", "commit": "0", "date": "2026-01-01", "results": results}))
-    return path
-
-
-def test_calibration_recovers_a_machine_from_one_shape(tmp_path: Path) -> None:
-    true = H200.with_(gemm_flops=610e12, bwd_gemm_flops=560e12)
-    measured = load_measurements(synthetic(tmp_path, true))
-    assert len(measured) == 6
-    fitted = calibrate(H200, measured[:2])
-    assert fitted.gemm_flops == pytest.approx(610e12, rel=0.01)
-    assert fitted.bwd_gemm_flops == pytest.approx(560e12, rel=0.01)
-    assert "calibrated on 2 timing(s)" in fitted.basis
-    for m in measured[2:]:
-        assert predict(fitted, m).total_s * 1e3 == pytest.approx(m.ms, rel=0.02)
-
-
-def test_calibration_refuses_what_it_cannot_use(tmp_path: Path) -> None:
-    path = tmp_path / "empty.json"
-    path.write_text('{"results": [{"direction": "fwd+bwd", "ms": 3}, {"direction": "fwd", "T": 1}]}')
-    with pytest.raises(ValueError, match="no usable timing among 2 results"):
-        load_measurements(path)
-    path.write_text("{")
-    with pytest.raises(ValueError, match="not valid JSON"):
-        load_measurements(path)
-    shape = shape_of(1, 4, 2)
-    with pytest.raises(ValueError, match="needs a timing with uniform routing; got 1 without"):
-        calibrate(H200, [Measurement(shape=shape, tokens=64, direction="fwd", ms=1.0, routing="skewed")])
-
-
-def measured_files() -> list[Path]:
-    usable = []
-    for path in sorted(BENCHMARKS.glob("*.json")):
-        try:
-            load_measurements(path)
-        except ValueError:
-            continue
-        usable.append(path)
-    return usable
-
-
-def test_predicts_other_measured_shapes_within_ten_percent() -> None:
-    files = measured_files()
-    if not files:
-        pytest.skip("no layer timing in docs/benchmarks/*.json yet: nothing to compare the prediction with")
-    for path in files:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        spec = next((g for name, g in GPUS.items() if name in str(document.get("gpu", "")).lower()), gpu("h200"))
-        measured = [m for m in load_measurements(path) if m.routing == "uniform"]
-        shapes = list(dict.fromkeys(m.shape for m in measured))
-        fitted = calibrate(Machine.from_gpu(spec), [m for m in measured if m.shape in shapes[:2]])
-        for m in measured:
-            error = predict(fitted, m).total_s * 1e3 / m.ms - 1
-            assert abs(error) < 0.10, f"{path.name}: {m} predicted {error:+.1%} off"
-
-
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda: H200.with_(nvlink=0.0), "nvlink must be positive and finite, got 0.0"),
+        (lambda: H200.with_(sustained=1.1), "sustained must be above 0 and at most 1, got 1.1"),
+        (lambda: H200.with_(backward_share=0.0), "backward_share must be positive and finite, got 0.0"),
+        (lambda: Epilogues(wgrad=-1.0), "epilogue wgrad must be finite and >= 0, got -1.0"),
+        (lambda: named_routing("hot", shape_of(1, 2, 1), 4), "unknown routing 'hot'; known are uniform, zipf"),
         (lambda: H200.with_(jitter=-1.0), "jitter must be finite and >= 0, got -1.0"),
         (lambda: Policy(comm_sms=133).copy_sms(H200), "comm_sms=133 is out of range: H200 SXM has 132 SMs"),
         (lambda: Policy(copy_warps=0), "copy_warps must be 1 to 32, got 0"),

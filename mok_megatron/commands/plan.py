@@ -29,6 +29,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, help=f"only layouts with this {size}")
     parser.add_argument("--gpus-per-domain", type=int, dest="used", help="GPUs in use per rack or node, e.g. 64 of 72")
     parser.add_argument("--recompute", help="only this level: none, no-save-x, mok, selective or full")
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="take the kernel's rates from this benchmark file"
+    )
     parser.add_argument("--top", type=int, default=8, help="layouts to show (default: 8)")
     parser.add_argument("--json", action="store_true", help="print data instead of text")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="write the machines with the best layout as SVG")
@@ -47,6 +50,7 @@ def run(args: argparse.Namespace) -> int:
     from mok_megatron.planner.launch_files import write_files
     from mok_megatron.planner.picture import rack_svg
     from mok_megatron.planner.search import search
+    from mok_megatron.simulator import calibrated_machine
 
     if args.recompute is not None and args.recompute not in RECOMPUTE_LEVELS:
         raise ValueError(f"--recompute must be one of {', '.join(RECOMPUTE_LEVELS)}, got {args.recompute!r}")
@@ -56,11 +60,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"{args.picture} exists: choose another name, or add --force")
     config = load_model_config(args.config)
     first = config.layout()
+    spec = gpu(args.gpu)
     job = Job(
         arch=config.architecture,
-        cluster=Cluster.of(gpu(args.gpu), racks=args.racks, nodes=args.nodes),
+        cluster=Cluster.of(spec, racks=args.racks, nodes=args.nodes),
         seq_length=first.seq_length if args.seq is None else args.seq,
         global_batch=first.global_batch if args.global_batch is None else args.global_batch,
+        machine=calibrated_machine(spec, args.calibrate) if args.calibrate else None,
     )
     pins = {name: value for name in (*_SIZES, "used") if (value := getattr(args, name)) is not None}
     result = search(job, pins, recompute=args.recompute)

@@ -25,7 +25,9 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--imbalance", type=float, default=0.0, help="sigma of the log of expert popularity (default: 0)"
     )
-    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="take GEMM rates from this benchmark file")
+    parser.add_argument(
+        "--calibrate", type=Path, metavar="FILE", help="take the kernel's rates from this benchmark file"
+    )
     parser.add_argument("--study", action="store_true", help="print tables that compare choices, in Markdown")
     parser.set_defaults(run=run)
 
@@ -34,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     """Print predictions."""
     from mok_megatron.hardware import gpu
     from mok_megatron.model_config import load_model_config
-    from mok_megatron.simulator import Machine, Policy, calibrate, load_measurements, studies
+    from mok_megatron.simulator import Machine, Policy, calibrated_machine, studies
 
     spec = gpu(args.gpu)
     shape = load_model_config(args.config).architecture.moe_shape(args.ep)
@@ -42,9 +44,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--ep {args.ep} exceeds the {spec.domain_gpus} GPUs of one NVLink domain of {spec.title}")
     if args.tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
-    machine = Machine.from_gpu(spec)
-    if args.calibrate:
-        machine = calibrate(machine, load_measurements(args.calibrate))
+    machine = calibrated_machine(spec, args.calibrate) if args.calibrate else Machine.from_gpu(spec)
     policy = Policy(combine=args.combine, comm_sms=args.comm_sms, copy_warps=args.copy_warps)
     if not args.study:
         print(*studies.predictions(machine, policy, shape, args.tokens, args.imbalance), sep="\n")

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from mok_megatron.architecture import Architecture, Gqa
 from mok_megatron.planner.cluster import Cluster, Placement
+from mok_megatron.simulator.machine import Machine
 
 RECOMPUTE_LEVELS = ("none", "no-save-x", "mok", "selective", "full")
 """Least time first, least memory last.
@@ -19,12 +20,13 @@ layer's input is kept.
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained on what."""
+    """What is to be trained on what; ``machine`` holds a GPU's rates where a measurement gave them."""
 
     arch: Architecture
     cluster: Cluster
     seq_length: int
     global_batch: int
+    machine: Machine | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

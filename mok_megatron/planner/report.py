@@ -8,7 +8,7 @@ from mok_megatron.memory import format_bytes
 from mok_megatron.planner.candidate import placement
 from mok_megatron.planner.cluster import Placement
 from mok_megatron.planner.search import Plan, Search
-from mok_megatron.planner.timing import ASSUMPTIONS, comm_sms, nvlink_crossings
+from mok_megatron.planner.timing import ASSUMPTIONS, comm_sms, kernel_machine, nvlink_crossings
 
 COLUMNS = (
     ("layout", 40, "<"),
@@ -87,8 +87,7 @@ def details(search: Search, plan: Plan) -> str:
         + (", --no-mok-save-x" if plan.recompute not in ("none", "full") else ""),
         *(f"  {line}" for line in where(placement(job, c), c.ep, c.pp)),
         "Assumptions",
-        f"  - {job.cluster.gpu.basis}",
-        *(f"  - {line}" for line in ASSUMPTIONS),
+        *(f"  - {line}" for line in (kernel_machine(job).basis, *ASSUMPTIONS)),
     ]
     return "\n".join(lines)
 
@@ -113,7 +112,7 @@ def as_data(search: Search, plans: list[Plan]) -> dict[str, Any]:
     job = search.job
     return {
         "predicted": True,
-        "basis": [job.cluster.gpu.basis, *ASSUMPTIONS],
+        "basis": [kernel_machine(job).basis, *ASSUMPTIONS],
         "gpu": job.cluster.gpu.name,
         "domains": job.cluster.domains,
         "seq_length": job.seq_length,

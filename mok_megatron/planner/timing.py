@@ -9,14 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mok_megatron.config import MoeShape
-from mok_megatron.floors import DIRECTIONS, Direction, Floors, dispatch_crossings, layer_floors, nvlink_bytes
+from mok_megatron.floors import (
+    DIRECTIONS,
+    Direction,
+    Floors,
+    dispatch_crossings,
+    gemm_hbm_bytes,
+    layer_floors,
+    nvlink_bytes,
+    routed_flops,
+)
 from mok_megatron.hardware import GpuSpec
+from mok_megatron.memory import BACKWARD_TILE_COLUMNS
 from mok_megatron.params import count_params
 from mok_megatron.planner.candidate import Candidate, Job
 from mok_megatron.planner.layercost import BF16, FP32, core_flops, layer_costs
 from mok_megatron.planner.memory_use import OPTIMIZER_BYTES, MemoryUse, tokens_per_gpu
 from mok_megatron.planner.pipeline import Stages
 from mok_megatron.simulator.machine import Machine, Policy
+from mok_megatron.tile_order import BLOCK_ROWS, FC1_TILE_COLUMNS, FC2_TILE_COLUMNS
 
 PLANNED_POLICY = Policy()
 """How the planned kernel moves rows."""
@@ -32,10 +43,10 @@ PORT_SHARE = 0.85
 
 ASSUMPTIONS = (
     f"attention and dense GEMMs at {DENSE_EFFICIENCY:.0%}, attention core at {CORE_EFFICIENCY:.0%} of a large GEMM",
-    "uniform routing; the kernel's GEMM at a large GEMM's rate, 6 % slower while rows are copied",
+    "uniform routing; the kernel at the clock under the power limit, 6 % slower while rows are copied",
     "pipeline bubble (pp - 1) / vpp microbatches; gradient reduction hides behind the last microbatch's backward",
     f"reserve of 5 GB per GPU, allocator loss 6 % of activations, optimizer {OPTIMIZER_BYTES} bytes per parameter",
-    "error unknown: no whole step was measured; the MoE formula is within 15 % of the simulator",
+    "error of a step unknown: no whole step was measured; the MoE formula is within 15 % of the simulator",
 )
 
 
@@ -60,21 +71,35 @@ class StepTime:
     layer_s: dict[str, float]
 
 
+def kernel_machine(job: Job) -> Machine:
+    """The job's machine as a training step meets it: calls follow each other, so the power limit always holds."""
+    return (job.machine or Machine.from_gpu(job.cluster.gpu)).with_(burst_s=0.0)
+
+
 def moe_time(
-    shape: MoeShape, tokens: int, direction: Direction, gpu: GpuSpec, *, save_x: bool = True, rebuild: bool = False
+    shape: MoeShape,
+    tokens: int,
+    direction: Direction,
+    gpu: GpuSpec,
+    machine: Machine,
+    *,
+    save_x: bool = True,
+    rebuild: bool = False,
 ) -> MoeTime:
     """Predicted time of the routed experts' call; ``rebuild`` adds gate and up to backward (2 of 6 forward GEMMs)."""
-    machine = Machine.from_gpu(gpu)
     floors = layer_floors(shape, tokens, direction, gpu, save_x=save_x)
-    flop_s = floors.flop_s + (layer_floors(shape, tokens, "fwd", gpu).flop_s * 2 / 3 if rebuild else 0.0)
-    # Padding: half a block per expert. Overhead: a share of every tile, see Machine.
+    forward_flops = routed_flops(shape, tokens, "fwd")
+    flops = forward_flops * ((1 if direction == "fwd" else 2) + (2 / 3 if rebuild else 0))
+    rate = machine.rate(direction, 0.0)
+    # Padding: half a block per expert.
     rows = tokens * shape.top_k
     padding = 1 + shape.experts_per_rank * 64 / rows if rows else 1.0
-    depth = (shape.hidden, shape.intermediate) if direction == "fwd" else (shape.hidden / 2, 2 * shape.intermediate)
-    tile_s = [2.0 * 256 * 256 * d / (gpu.gemm_flops / (gpu.sms // 2)) for d in depth]
-    loss = 1 + machine.tile_overhead_s * (2 / 3 / tile_s[0] + 1 / 3 / tile_s[1])
-    slow = 1 + machine.contention * min(1.0, floors.nvlink_s / flop_s if flop_s else 0.0)
-    compute = flop_s * padding * loss * slow
+    epilogue_s, longest = _tile_costs(shape, rows * padding, direction, machine)
+    nvlink_share = min(1.0, floors.nvlink_s * rate / flops) if flops else 0.0
+    memory_s = gemm_hbm_bytes(shape, tokens, direction) / machine.hbm
+    memory_share = min(1.0, memory_s * rate / flops) if flops else 0.0
+    slow = 1 + machine.contention * nvlink_share + machine.hbm_contention * memory_share
+    compute = (flops * padding / rate + epilogue_s) * slow
     into, back = nvlink_bytes(shape, tokens, direction, save_x=save_x)
     rate, experts = PLANNED_POLICY.copy_rate(machine) * PORT_SHARE, shape.experts_per_rank
     dispatch, combine = into / rate, back / rate
@@ -90,8 +115,28 @@ def moe_time(
         total = max(*ends, compute)
     else:
         total = max(compute, dispatch + combine)  # weight gradients cover the combine of dX
-    total += machine.start_s + max(tile_s) * slow
+    total += machine.start_s(direction, rows) + longest * slow
     return MoeTime(total_s=max(total, floors.bound), floors=floors)
+
+
+def _tile_costs(shape: MoeShape, rows: float, direction: Direction, machine: Machine) -> tuple[float, float]:
+    """(epilogues' seconds in all on each cluster, seconds of the longest tile) with ``rows`` rows in whole blocks."""
+    clusters, costs = machine.sms // 2, machine.epilogues
+    hidden, width = -(-shape.hidden // FC2_TILE_COLUMNS), shape.intermediate
+    pairs = rows / (2 * BLOCK_ROWS)
+    if direction == "fwd":
+        tiles = [(pairs * -(-width // FC1_TILE_COLUMNS), costs.fc1, float(shape.hidden))]
+        tiles += [(pairs * hidden, costs.fc2, width)]
+    else:
+        columns, both = -(-width // BACKWARD_TILE_COLUMNS), -(-2 * width // BACKWARD_TILE_COLUMNS)
+        per_expert = hidden * (columns + both)
+        tiles = [(pairs * columns, costs.act_grad, shape.hidden), (pairs * hidden, costs.fc2, 2 * width)]
+        tiles += [(shape.experts_per_rank * per_expert, costs.wgrad, rows / shape.experts_per_rank)]
+    one_deep = 2.0 * 256 * 256 / (machine.rate(direction, 0.0) / clusters)
+    return (
+        sum(count * epilogue for count, epilogue, _ in tiles) / clusters,
+        max(depth * one_deep + epilogue for _, epilogue, depth in tiles),
+    )
 
 
 def comm_sms(gpu: GpuSpec) -> int:
@@ -105,7 +150,7 @@ def layer_seconds(
 ) -> tuple[dict[str, float], dict[Direction, MoeTime]]:
     """Seconds of one microbatch, forward and backward, per kind of layer: ``dense``, ``moe``, ``mtp``, ``loss``."""
     gpu, costs, tokens = job.cluster.gpu, layer_costs(job.arch), tokens_per_gpu(job, c)
-    rate = gpu.gemm_flops * DENSE_EFFICIENCY
+    rate, machine = gpu.gemm_flops * DENSE_EFFICIENCY, kernel_machine(job)
     # Forward + backward: 3 times the projections' forward FLOPs, 3.5 times the core's (flash recomputes scores).
     core_s = tokens * core_flops(costs, job.seq_length) / (gpu.gemm_flops * CORE_EFFICIENCY)
     attention = tokens * 2 * costs.attention_params * 3 / rate + 3.5 * core_s
@@ -115,7 +160,7 @@ def layer_seconds(
     shared = tokens * 2 * (costs.shared_params + costs.router_params) * 3 / rate
     rebuild, save_x = recompute not in ("none", "no-save-x"), recompute == "none"
     moe = {
-        d: moe_time(shape, tokens, d, gpu, save_x=save_x or d == "fwd", rebuild=rebuild and d == "bwd")
+        d: moe_time(shape, tokens, d, gpu, machine, save_x=save_x or d == "fwd", rebuild=rebuild and d == "bwd")
         for d in DIRECTIONS
     }
     routed = sum(m.total_s for m in moe.values())

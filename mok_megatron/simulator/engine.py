@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from mok_megatron.floors import Direction, Floors, routed_flops
+from mok_megatron.floors import Direction, Floors, gemm_hbm_bytes, routed_flops
+from mok_megatron.memory import BACKWARD_TILE_COLUMNS
 from mok_megatron.simulator.links import Floats, Ports, combine_pull, combine_push, dispatch
 from mok_megatron.simulator.machine import Machine, Policy
 from mok_megatron.simulator.traffic import Traffic
@@ -61,7 +63,8 @@ def simulate(
     ranks, row_bytes = shape.ep_size, 2 * shape.hidden
     rng = np.random.default_rng(seed)
     spread = np.linspace(0.0, machine.skew_s, ranks)
-    starts = [machine.start_s + float(offset) for offset in rng.permutation(spread)]
+    ready = machine.start_s(direction, traffic.tokens * shape.top_k)
+    starts = [ready + float(offset) for offset in rng.permutation(spread)]
 
     ports = Ports(machine, policy, ranks)
     # Every rank reads its peers' rows: none can begin before the last one has published them.
@@ -69,7 +72,7 @@ def simulate(
     arrival, arrived = dispatch(traffic, policy, ports, began, row_bytes)
 
     floors = traffic_floors(machine, policy, traffic, direction)
-    slow = 1.0 + machine.contention * min(1.0, floors.nvlink_s / floors.flop_s if floors.flop_s else 0.0)
+    slow = slowdown(machine, traffic, direction, floors)
     block_done = np.zeros(len(traffic.block_sources))
     ends, waited = [], 0.0
     for rank in range(ranks):
@@ -102,10 +105,22 @@ def simulate(
     )
 
 
+def slowdown(machine: Machine, traffic: Traffic, direction: Direction, floors: Floors) -> float:
+    """Factor on every tile's time: rows on NVLink and the tiles' own loads and stores are in the way of the GEMM."""
+    if not floors.flop_s:
+        return 1.0
+    tokens = float(traffic.rows.max()) / traffic.shape.top_k
+    memory_s = gemm_hbm_bytes(traffic.shape, tokens, direction) / machine.hbm
+    return (
+        1.0
+        + machine.contention * min(1.0, floors.nvlink_s / floors.flop_s)
+        + machine.hbm_contention * min(1.0, memory_s / floors.flop_s)
+    )
+
+
 def traffic_floors(machine: Machine, policy: Policy, traffic: Traffic, direction: Direction) -> Floors:
     """Floors of the busiest rank or link for this very routing."""
     shape = traffic.shape
-    rate = machine.gemm_flops if direction == "fwd" else machine.bwd_gemm_flops
     per_row = routed_flops(shape, 1, direction) / shape.top_k
     inward, outward = np.zeros(shape.ep_size), np.zeros(shape.ep_size)
     for rank in range(shape.ep_size):
@@ -121,7 +136,7 @@ def traffic_floors(machine: Machine, policy: Policy, traffic: Traffic, direction
     busiest = max(float(inward.max()), float(outward.max())) * 2 * shape.hidden
     weights = shape.experts_per_rank * 3 * shape.hidden * shape.intermediate * 2
     return Floors(
-        flop_s=float(traffic.rows.max()) * per_row / rate,
+        flop_s=float(traffic.rows.max()) * per_row / machine.rate(direction, -math.inf),
         nvlink_s=busiest / machine.nvlink,
         hbm_s=weights / machine.hbm,
     )
@@ -141,13 +156,14 @@ class _RankRun:
     ) -> None:
         shape = traffic.shape
         self.rng = rng
-        self.jitter = machine.jitter
+        self.machine = machine
         self.row_blocks = traffic.expert_blocks[rank].tolist()
         self.direction = direction
         self.shape = shape
-        rate = (machine.gemm_flops if direction == "fwd" else machine.bwd_gemm_flops) / (machine.sms // 2)
-        self.overhead, self.rate, self.slow = machine.tile_overhead_s, rate, slow
-        fc1_columns = -(-shape.intermediate // FC1_TILE_COLUMNS)
+        self.slow = slow
+        # Backward walks the same order: its first phase is dY W2 with the activation's gradient, its second dGateUp W1.
+        first_columns = FC1_TILE_COLUMNS if direction == "fwd" else BACKWARD_TILE_COLUMNS
+        fc1_columns = -(-shape.intermediate // first_columns)
         lag = fc2_lag(
             traffic.tokens * shape.ep_size * shape.top_k / shape.num_experts,
             fc1_columns=fc1_columns,
@@ -158,23 +174,23 @@ class _RankRun:
             self.row_blocks, fc1_columns=fc1_columns, fc2_columns=-(-shape.hidden // FC2_TILE_COLUMNS), lag=lag
         )
 
-    def _duration(self, rows: float, columns: float, depth: float) -> float:
-        return (2.0 * rows * columns * depth / self.rate + self.overhead) * self.slow
+    def _duration(self, begin: float, depth: int, epilogue: float) -> float:
+        """A cluster tile of 256 x 256 accumulators, ``depth`` deep: at the clock that it begins with."""
+        flops = 2.0 * 256 * 256 * depth
+        return (flops / (self.machine.rate(self.direction, begin) / (self.machine.sms // 2)) + epilogue) * self.slow
 
     def _noise(self, count: int) -> list[float]:
-        if self.jitter == 0.0:
+        if self.machine.jitter == 0.0:
             return [1.0] * count
-        factors: list[float] = np.maximum(self.rng.normal(1.0, self.jitter, count), 0.5).tolist()
+        factors: list[float] = np.maximum(self.rng.normal(1.0, self.machine.jitter, count), 0.5).tolist()
         return factors
 
     def tiles(self, arrival: Floats, workers: list[float]) -> tuple[Floats, float, float]:
         """(time at which each block's last column is done, end of the last tile, summed waiting of the workers)."""
         hidden, width, forward = self.shape.hidden, self.shape.intermediate, self.direction == "fwd"
-        pair = 2 * BLOCK_ROWS
-        # Backward walks the same order: its first phase is dY W2^T (one column of dA per column of h), its second
-        # dGateUp W1 (depth 2I).
-        first = self._duration(pair, FC1_TILE_COLUMNS * (2 if forward else 1), hidden)
-        second = self._duration(pair, FC2_TILE_COLUMNS, width * (1 if forward else 2))
+        epilogues = self.machine.epilogues
+        first = (hidden, epilogues.fc1 if forward else epilogues.act_grad)
+        second = (width * (1 if forward else 2), epilogues.fc2)
         rows_ready = arrival.tolist()
         first_left = [self.order.columns["fc1"]] * len(rows_ready)
         first_done, second_done = [0.0] * len(rows_ready), [0.0] * len(rows_ready)
@@ -185,7 +201,7 @@ class _RankRun:
             free = workers[0]
             if tile.phase == "fc1":
                 begin = max(free, rows_ready[low], rows_ready[high])
-                end = begin + first * noise
+                end = begin + self._duration(begin, *first) * noise
                 columns = min(2, self.order.columns["fc1"] - tile.column) if tile.wide else 1
                 for block in {low, high}:
                     first_left[block] -= columns
@@ -194,7 +210,7 @@ class _RankRun:
                 if first_left[low] or first_left[high]:
                     raise RuntimeError(f"ticket order: {tile} comes before all FC1 tiles of its row blocks")
                 begin = max(free, first_done[low], first_done[high])
-                end = begin + second * noise
+                end = begin + self._duration(begin, *second) * noise
                 second_done[low], second_done[high] = max(second_done[low], end), max(second_done[high], end)
             waits += begin - free
             heapq.heapreplace(workers, end)
@@ -203,11 +219,11 @@ class _RankRun:
         return np.array(second_done), max(workers), waits
 
     def _weight_gradients(self, workers: list[float]) -> None:
-        """dW tiles of 256 x 256, expert by expert, behind all dgrad tickets; they wait for nothing new."""
+        """dW tiles of 256 x 256, expert by expert, behind all dgrad tickets: what they read is finished by then."""
         hidden, width = self.shape.hidden, self.shape.intermediate
         columns = -(-hidden // 256)
         tiles = -(-2 * width // 256) * columns + columns * -(-width // 256)
         for blocks in self.row_blocks:
-            duration = self._duration(256, 256, blocks * BLOCK_ROWS)
             for noise in self._noise(tiles):
+                duration = self._duration(workers[0], blocks * BLOCK_ROWS, self.machine.epilogues.wgrad)
                 heapq.heapreplace(workers, workers[0] + duration * noise)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from mok_megatron.floors import Direction
 from mok_megatron.hardware import GpuSpec
 
 CopyLayout = Literal["warps", "dedicated"]
@@ -18,17 +19,44 @@ WARPS_PER_COPY_SM = 32
 
 
 @dataclass(frozen=True, kw_only=True)
+class Epilogues:
+    """Seconds per cluster tile in which the tensor cores wait for its output, measured on H200.
+
+    Attributes:
+        fc1: activation; gate, up and h are stored.
+        fc2: y rows are stored; dX rows likewise.
+        act_grad: gate and up are loaded, their gradients and h stored; from backwards without weight gradients.
+        wgrad: 256 x 256 fp32 sums are read from ``main_grad`` and written back: by all at once, 80 % of HBM's rate.
+    """
+
+    fc1: float = 4.0e-6
+    fc2: float = 1.8e-6
+    act_grad: float = 35.0e-6
+    wgrad: float = 9.0e-6
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"epilogue {name} must be finite and >= 0, got {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Machine:
     """Rates and delays, in SI units.
 
     Attributes:
-        gemm_flops: whole GPU, large tiles, nothing else running.
-        tile_overhead_s: part of a cluster tile that the tensor cores do not work (fill, drain, exposed epilogue).
-        start_s: launch, schedule and the first flag exchange, before the first row moves.
+        gemm_flops: whole GPU, large tiles, nothing else running, before the power limit is felt.
+        sustained: share of that rate which is left once the power limit has pulled the clock down.
+        backward_share: rate of backward's multiplications, whose operands lie otherwise, over forward's.
+        burst_s: time from the start of a call after a pause until it has. 0 describes a GPU that never pauses.
+        epilogues: what a tile costs beside its multiplications.
+        launch_s: from the kernel's launch to its first tile.
+        schedule_s, schedule_per_route_s: the schedule's kernels before forward: so much, and so much per (token, k).
         nvlink: bytes/s per direction and GPU that rows of a few KB reach, both directions at once.
         local_copy: bytes/s at which copying warps move rows inside one GPU.
         latency_s: a flag or a row, one way over NVLink.
         contention: fraction by which GEMM tiles slow down while rows are being copied the whole time.
+        hbm_contention: likewise while HBM is busy the whole time with the tiles' own operands.
         jitter: relative standard deviation of a tile's duration.
         skew_s: ranks enter the kernel this far apart (uniformly spread).
     """
@@ -36,28 +64,38 @@ class Machine:
     name: str
     sms: int
     gemm_flops: float
-    bwd_gemm_flops: float
     hbm: float
     nvlink: float
     copy_per_sm: float
     local_copy: float
     latency_s: float
-    tile_overhead_s: float = 1.5e-6
-    start_s: float = 15e-6
+    sustained: float = 0.845
+    backward_share: float = 1.0
+    burst_s: float = 4.9e-3
+    epilogues: Epilogues = field(default_factory=Epilogues)
+    launch_s: float = 12e-6
+    schedule_s: float = 14e-6
+    schedule_per_route_s: float = 0.24e-9
     contention: float = 0.06
+    hbm_contention: float = 0.2
     jitter: float = 0.0
     skew_s: float = 0.0
     basis: str = ""
 
     def __post_init__(self) -> None:
-        for name in ("gemm_flops", "bwd_gemm_flops", "hbm", "nvlink", "copy_per_sm", "local_copy"):
+        for name in ("gemm_flops", "hbm", "nvlink", "copy_per_sm", "local_copy"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value > 0):
                 raise ValueError(f"{name} must be positive and finite, got {value!r}")
-        for name in ("latency_s", "tile_overhead_s", "start_s", "contention", "jitter", "skew_s"):
+        delays = ("latency_s", "burst_s", "launch_s", "schedule_s", "schedule_per_route_s", "skew_s")
+        for name in (*delays, "contention", "hbm_contention", "jitter"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"{name} must be finite and >= 0, got {value!r}")
+        if not (math.isfinite(self.backward_share) and self.backward_share > 0):
+            raise ValueError(f"backward_share must be positive and finite, got {self.backward_share!r}")
+        if not 0 < self.sustained <= 1:
+            raise ValueError(f"sustained must be above 0 and at most 1, got {self.sustained!r}")
         if self.sms < 2:
             raise ValueError(f"sms must be at least 2 (one cluster of two CTAs), got {self.sms}")
 
@@ -65,22 +103,33 @@ class Machine:
     def from_gpu(cls, gpu: GpuSpec) -> Machine:
         """Uncalibrated: the GPU's achievable rates as they stand in ``hardware.py``.
 
-        Backward runs at the same GEMM rate; the contention is the 6 % that a copying neighbour cost cuBLAS on H200.
+        Clocks under the power limit and the delays are those of H200; the contention is the 6 % that a copying
+        neighbour cost cuBLAS there.
         """
+        error = "within 15 % of what one GPU was measured to take" if gpu.measured else "error unknown"
         return cls(
             name=gpu.title,
             sms=gpu.sms,
             gemm_flops=gpu.gemm_flops,
-            bwd_gemm_flops=gpu.gemm_flops,
             hbm=gpu.hbm_bandwidth,
             nvlink=gpu.nvlink_achievable,
             copy_per_sm=gpu.copy_per_sm,
-            local_copy=0.5 * gpu.hbm_bandwidth,
+            local_copy=0.35 * gpu.hbm_bandwidth,
             latency_s=gpu.flag_latency_s,
-            basis=gpu.basis + "; kernel speed assumed equal to a large GEMM's; not calibrated, error unknown",
+            basis=f"{gpu.basis}; kernel speed assumed equal to a large GEMM's; not calibrated, {error}",
         )
 
-    def with_(self, **changes: float | str) -> Machine:
+    def rate(self, direction: Direction, time: float) -> float:
+        """FLOP/s of the whole GPU ``time`` seconds after a call began."""
+        share = 1.0 if direction == "fwd" else self.backward_share
+        return self.gemm_flops * share * (1.0 if time < self.burst_s else self.sustained)
+
+    def start_s(self, direction: Direction, routes: float) -> float:
+        """Seconds until the first rows move; ``routes`` is T x K of one rank. Backward reuses forward's schedule."""
+        scheduled = self.schedule_s + routes * self.schedule_per_route_s if direction == "fwd" else 0.0
+        return self.launch_s + scheduled
+
+    def with_(self, **changes: float | str | Epilogues) -> Machine:
         """A copy with other values."""
         return replace(self, **changes)  # type: ignore[arg-type]
 

@@ -42,6 +42,31 @@ def sample_routing(shape: MoeShape, tokens: int, *, imbalance: float = 0.0, seed
     return experts.reshape(shape.ep_size, tokens, shape.top_k)
 
 
+ROUTINGS = ("uniform", "zipf", "single-hot", "all-remote")
+"""The benchmark's routings (docs/benchmarks/README.md)."""
+
+
+def named_routing(name: str, shape: MoeShape, tokens: int, *, seed: int = 0) -> Ints:
+    """Expert ids ``[W, T, K]`` drawn as the benchmark's routing of that name draws them, with other random numbers."""
+    if name not in ROUTINGS:
+        raise ValueError(f"unknown routing {name!r}; known are {', '.join(ROUTINGS)}")
+    if name == "uniform":
+        return sample_routing(shape, tokens, seed=seed)
+    rng = np.random.default_rng(seed)
+    weights = np.ones((shape.ep_size, 1, shape.num_experts))
+    if name == "zipf":
+        weights[:] = 1.0 / (1.0 + rng.permutation(shape.num_experts))
+    elif name == "single-hot":
+        weights[:, :, 0] = np.inf
+    else:
+        for rank in range(shape.ep_size):
+            weights[rank, :, rank * shape.experts_per_rank : (rank + 1) * shape.experts_per_rank] = 0.0
+    # The K first of exponential clocks that run at these rates are a draw without replacement.
+    with np.errstate(divide="ignore"):
+        clocks = rng.exponential(size=(shape.ep_size, tokens, shape.num_experts)) / weights
+    return np.sort(np.argpartition(clocks, shape.top_k - 1, axis=2)[:, :, : shape.top_k], axis=2)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Rows per rank, expert, block and source of one call.
