@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from weakref import ref
 
 from mok_megatron.backends.abi import FailRecord
 from mok_megatron.backends.workspace import Workspace
@@ -22,7 +23,8 @@ _GRACE_S = 2.0
 
 _PHASES = ("routing", "counts", "tables", "dispatch", "FC1", "FC2", "combine", "weight gradients")
 
-_watched: list[Workspace] = []
+_watched: list[ref[Workspace]] = []
+"""Weak: a model that goes takes its workspaces along."""
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
 
@@ -50,8 +52,7 @@ def describe(record: FailRecord) -> str:
 
 def check(layer: int) -> None:
     """Raise RuntimeError when a kernel of this process has failed. Reads host memory only."""
-    for workspace in _watched:
-        record = workspace.failure()
+    for record in _reports():
         if record is not None:
             raise RuntimeError(f"mok_megatron: {describe(record)} (found at the next call, layer {layer})")
 
@@ -60,7 +61,7 @@ def watch(workspace: Workspace) -> None:
     """Look after a workspace's kernels until ``forget``."""
     global _thread  # noqa: PLW0603
     with _lock:
-        _watched.append(workspace)
+        _watched.append(ref(workspace))
         if _thread is None:
             _thread = threading.Thread(target=_run, name="mok_megatron-watcher", daemon=True)
             _thread.start()
@@ -69,15 +70,18 @@ def watch(workspace: Workspace) -> None:
 def forget(workspace: Workspace) -> None:
     """Stop looking after it."""
     with _lock:
-        if workspace in _watched:
-            _watched.remove(workspace)
+        _watched[:] = [kept for kept in _watched if kept() not in (None, workspace)]
+
+
+def _reports() -> list[FailRecord | None]:
+    """Of every workspace that is watched."""
+    return [workspace.failure() for kept in list(_watched) if (workspace := kept()) is not None]
 
 
 def _run() -> None:
     while True:
         with _lock:
-            records = [workspace.failure() for workspace in _watched]
-        failed = next((record for record in records if record is not None), None)
+            failed = next((record for record in _reports() if record is not None), None)
         if failed is not None:
             sys.stderr.write(f"mok_megatron: {describe(failed)}\n")
             sys.stderr.flush()

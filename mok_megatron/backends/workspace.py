@@ -96,4 +96,4 @@ class Workspace:
     def failure(self) -> FailRecord | None:
         """What a kernel reported, or None. Reads host memory only."""
         record = FailRecord.from_address(self.record.data_ptr())
-        return record if record.code > 0 else None
+        return FailRecord.from_buffer_copy(record) if record.code > 0 else None
