@@ -12,14 +12,13 @@ from torch import Tensor
 
 from mok_megatron.autograd import ExpertParams, apply_experts
 from mok_megatron.config import Activation
-from tests.layer_run import QUANTITIES, Inputs, eager, exact, make_inputs, poisoned_memory, relative_error
+from tests.layer_run import QUANTITIES, Inputs, eager, exact, poisoned_memory, relative_error
 from tests.reference_math import Result
 from tests.routing_cases import CASES, RoutingCase
-from tests.virtual_ranks import DEVICE, VirtualRanks
+from tests.virtual_ranks import DEVICE, VirtualRanks, inputs_of, ranks_of
 
 pytestmark = pytest.mark.gpu
 
-HIDDEN, INTERMEDIATE = 320, 192
 _MORE = [
     RoutingCase(name="w8_uniform", tokens=(33, 1, 0, 65, 17, 128, 2, 64), num_experts=16, top_k=4),
     RoutingCase(name="w1_tokens_1023", tokens=(1023,), num_experts=12, top_k=3),
@@ -34,23 +33,6 @@ EVERY_OTHER = [
 def _poisoned() -> Iterator[None]:
     with poisoned_memory():
         yield
-
-
-def _inputs(case: RoutingCase, activation: Activation = Activation(), **sizes: int) -> Inputs:  # noqa: B008
-    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, **sizes}
-    return make_inputs(case, dtype=torch.bfloat16, seed=len(case.name), activation=activation, **sizes)
-
-
-def _ranks(case: RoutingCase, inputs: Inputs, **options: object) -> VirtualRanks:
-    return VirtualRanks(
-        hidden=inputs.x.shape[1],
-        intermediate=inputs.w2.shape[2],
-        num_experts=case.num_experts,
-        top_k=case.top_k,
-        tokens=case.tokens,
-        activation=inputs.activation,
-        **options,
-    )
 
 
 def _run(
@@ -95,8 +77,8 @@ def _same_bits(actual: Result, expected: Result, what: object) -> None:
 @pytest.mark.parametrize("name", EVERY_OTHER)
 def test_all_gradients_against_fp64(name: str) -> None:
     case = ALL[name]
-    inputs = _inputs(case)
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case)
+    ranks = ranks_of(case, inputs)
     _check(_run(ranks, inputs), inputs)
     ranks.close()
 
@@ -104,16 +86,16 @@ def test_all_gradients_against_fp64(name: str) -> None:
 @pytest.mark.parametrize("sizes", [(64, 64), (256, 256), (512, 128), (576, 320), (64, 576)], ids=str)
 def test_sizes(sizes: tuple[int, int]) -> None:
     case = RoutingCase(name="sizes", tokens=(300, 213), num_experts=6, top_k=3)
-    inputs = _inputs(case, hidden=sizes[0], intermediate=sizes[1])
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case, hidden=sizes[0], intermediate=sizes[1])
+    ranks = ranks_of(case, inputs)
     _check(_run(ranks, inputs), inputs)
     ranks.close()
 
 
 def test_clamp_and_offset() -> None:
     case = CASES["k8_of_16"]
-    inputs = _inputs(case, Activation(clamp=0.5, linear_offset=1.0))
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case, Activation(clamp=0.5, linear_offset=1.0))
+    ranks = ranks_of(case, inputs)
     _check(_run(ranks, inputs), inputs)
     ranks.close()
 
@@ -121,10 +103,10 @@ def test_clamp_and_offset() -> None:
 @pytest.mark.parametrize("weights", ["zero", "negative"])
 def test_router_weights_that_cannot_be_divided_by(weights: str) -> None:
     case = CASES["uniform"]
-    inputs = _inputs(case)
+    inputs = inputs_of(case)
     probs = torch.where(torch.arange(256)[:, None] % 3 == 0, 0.0 if weights == "zero" else -inputs.probs, inputs.probs)
     inputs = replace(inputs, probs=probs)
-    ranks = _ranks(case, inputs)
+    ranks = ranks_of(case, inputs)
     _check(_run(ranks, inputs), inputs)
     ranks.close()
 
@@ -136,8 +118,8 @@ def test_where_weight_gradients_go(dtype: torch.dtype, accumulate: bool) -> None
     case = RoutingCase(
         name="sinks", tokens=(200, 100), num_experts=8, top_k=2, pick=CASES["half_of_each_rank_empty"].pick
     )
-    inputs = _inputs(case)
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case)
+    ranks = ranks_of(case, inputs)
     wanted, got = _run(ranks, inputs), _run(ranks, inputs, dtype=dtype, accumulate=accumulate)
     tolerance = 1e-6 if dtype == torch.float32 else 2**-8
     for name in ("dw1", "dw2"):
@@ -153,9 +135,9 @@ def test_where_weight_gradients_go(dtype: torch.dtype, accumulate: bool) -> None
 
 def test_two_microbatches_add_up_in_either_order() -> None:
     case = CASES["uniform"]
-    a, b = _inputs(case), make_inputs(case, dtype=torch.bfloat16, hidden=HIDDEN, intermediate=INTERMEDIATE, seed=77)
+    a, b = inputs_of(case), inputs_of(case, seed=77)
     b = replace(b, w1=a.w1, w2=a.w2)
-    ranks = _ranks(case, a)
+    ranks = ranks_of(case, a)
     weights = (a.w1.to(DEVICE), a.w2.to(DEVICE))
     alone = [_run(ranks, inputs) for inputs in (a, b)]
     for order in ((0, 1), (1, 0)):
@@ -172,8 +154,8 @@ def test_two_microbatches_add_up_in_either_order() -> None:
 
 def test_frozen_weights_and_no_dx() -> None:
     case = CASES["uniform"]
-    inputs = _inputs(case)
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case)
+    ranks = ranks_of(case, inputs)
     expected = _run(ranks, inputs)
     tensors = [t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map)]
     w1, w2, dy = (t.to(DEVICE) for t in (inputs.w1, inputs.w2, inputs.dy))
@@ -194,21 +176,21 @@ def test_frozen_weights_and_no_dx() -> None:
 def test_same_bits_for_any_number_of_ranks_and_options(world: int) -> None:
     tokens, experts = 512, 32
     whole = RoutingCase(name="ranks", tokens=(tokens,), num_experts=experts, top_k=6)
-    inputs = _inputs(whole)
-    alone = _ranks(whole, inputs)
+    inputs = inputs_of(whole)
+    alone = ranks_of(whole, inputs)
     expected = _run(alone, inputs)
     alone.close()
     split = RoutingCase(name="ranks", tokens=(tokens // world,) * world, num_experts=experts, top_k=6)
     for options in ({}, {"comm_sms": 1}, {"comm_sms": 6}, {"recompute": True}, {"save_x": False}):
-        ranks = _ranks(split, inputs, **options)
+        ranks = ranks_of(split, inputs, **options)
         _same_bits(_run(ranks, inputs), expected, options)
         ranks.close()
 
 
 def test_same_bits_in_every_run_whatever_the_timing() -> None:
     case = RoutingCase(name="timing", tokens=(257, 64, 129, 200), num_experts=16, top_k=4)
-    inputs = _inputs(case)
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case)
+    ranks = ranks_of(case, inputs)
     first, rng = _run(ranks, inputs), random.Random(0)
     for _ in range(50):
         delays = [rng.randrange(0, 200_000) for _ in case.tokens]
@@ -218,8 +200,8 @@ def test_same_bits_in_every_run_whatever_the_timing() -> None:
 
 def _layer(tokens: int = 192) -> tuple[VirtualRanks, Inputs]:
     case = RoutingCase(name="layer", tokens=(tokens,), num_experts=8, top_k=2)
-    inputs = _inputs(case)
-    return _ranks(case, inputs), inputs
+    inputs = inputs_of(case)
+    return ranks_of(case, inputs), inputs
 
 
 def _parameters(inputs: Inputs) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
@@ -284,7 +266,7 @@ def test_graph_replay_of_forward_and_backward() -> None:
         captured = call()
     case = RoutingCase(name="layer", tokens=(192,), num_experts=8, top_k=2)
     for seed in range(100):
-        new = make_inputs(case, dtype=torch.bfloat16, hidden=HIDDEN, intermediate=INTERMEDIATE, seed=100 + seed)
+        new = inputs_of(case, seed=100 + seed)
         with torch.no_grad():
             for target, source in ((x, new.x), (probs, new.probs), (routing_map, new.routing_map), (dy, new.dy)):
                 target.copy_(source)

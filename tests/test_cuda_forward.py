@@ -12,15 +12,12 @@ from torch import Tensor
 
 from mok_megatron.config import Activation
 from mok_megatron.schedule import build_schedule, compact
-from tests.layer_run import Inputs, eager, exact, make_inputs, poisoned_memory, relative_error
+from tests.layer_run import Inputs, eager, exact, poisoned_memory, relative_error
 from tests.reference_math import moe_layer
 from tests.routing_cases import CASES, RoutingCase
-from tests.virtual_ranks import DEVICE, RankOutput, VirtualRanks
+from tests.virtual_ranks import DEVICE, HIDDEN, INTERMEDIATE, RankOutput, VirtualRanks, inputs_of, ranks_of
 
 pytestmark = pytest.mark.gpu
-
-HIDDEN, INTERMEDIATE = 320, 192
-"""Multiples of 64 but not of the tiles' 128 and 256 columns, so every tile kind has a ragged edge."""
 
 _W8 = [
     RoutingCase(name="w8_uniform", tokens=(33, 1, 0, 65, 17, 128, 2, 64), num_experts=16, top_k=4),
@@ -34,23 +31,6 @@ ALL = {**CASES, **{case.name: case for case in (*_W8, *_LONG)}}
 def _poisoned() -> Iterator[None]:
     with poisoned_memory():
         yield
-
-
-def _inputs(case: RoutingCase, activation: Activation = Activation(), **sizes: int) -> Inputs:  # noqa: B008
-    sizes = {"hidden": HIDDEN, "intermediate": INTERMEDIATE, **sizes}
-    return make_inputs(case, dtype=torch.bfloat16, seed=len(case.name), activation=activation, **sizes)
-
-
-def _ranks(case: RoutingCase, inputs: Inputs, **options: object) -> VirtualRanks:
-    return VirtualRanks(
-        hidden=inputs.x.shape[1],
-        intermediate=inputs.w2.shape[2],
-        num_experts=case.num_experts,
-        top_k=case.top_k,
-        tokens=case.tokens,
-        activation=inputs.activation,
-        **options,
-    )
 
 
 def _run(ranks: VirtualRanks, inputs: Inputs, **kwargs: object) -> list[RankOutput]:
@@ -101,8 +81,8 @@ def _check_saved(outputs: list[RankOutput], inputs: Inputs) -> None:
 @pytest.mark.parametrize("name", ALL)
 def test_forward_schedule_and_saved_rows(name: str) -> None:
     case = ALL[name]
-    inputs = _inputs(case)
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case)
+    ranks = ranks_of(case, inputs)
     ranks.poison()
     outputs = _run(ranks, inputs)
     ranks.check_canaries()
@@ -118,8 +98,8 @@ def test_forward_schedule_and_saved_rows(name: str) -> None:
 @pytest.mark.parametrize("sizes", [(64, 64), (256, 128), (512, 256), (576, 320), (1024, 64), (64, 1024)], ids=str)
 def test_sizes(sizes: tuple[int, int]) -> None:
     case = RoutingCase(name="sizes", tokens=(300, 213), num_experts=6, top_k=3)
-    inputs = _inputs(case, hidden=sizes[0], intermediate=sizes[1])
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case, hidden=sizes[0], intermediate=sizes[1])
+    ranks = ranks_of(case, inputs)
     ranks.poison()
     y = _y(_run(ranks, inputs))
     expected = exact(inputs).y
@@ -131,11 +111,11 @@ def test_sizes(sizes: tuple[int, int]) -> None:
 def test_clamp_and_offset() -> None:
     """A third of the gates lie beyond the limit."""
     case = CASES["k8_of_16"]
-    inputs = _inputs(case, Activation(clamp=0.5, linear_offset=1.0))
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case, Activation(clamp=0.5, linear_offset=1.0))
+    ranks = ranks_of(case, inputs)
     y, expected = _y(_run(ranks, inputs)), exact(inputs).y
     assert relative_error(y, expected) <= 2 * relative_error(eager(inputs).y, expected)
-    plain = exact(_inputs(case)).y
+    plain = exact(inputs_of(case)).y
     assert relative_error(y, plain) > 0.1, "the clamp has no effect, so the case tests nothing"
     ranks.close()
 
@@ -143,8 +123,8 @@ def test_clamp_and_offset() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
 def test_probs_types_and_strides(dtype: torch.dtype) -> None:
     case = CASES["w1_uniform"]
-    inputs = _inputs(case)
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case)
+    ranks = ranks_of(case, inputs)
     probs = inputs.probs.to(dtype)
     wide = torch.randn(probs.shape[0], 2 * probs.shape[1], dtype=dtype)
     wide[:, : probs.shape[1]] = probs
@@ -158,8 +138,8 @@ def test_probs_types_and_strides(dtype: torch.dtype) -> None:
 def test_same_bits_in_every_run_whatever_the_timing() -> None:
     """200 runs with random delays per rank, which move the order in which rows and tiles arrive."""
     case = RoutingCase(name="timing", tokens=(257, 64, 129, 200), num_experts=16, top_k=4)
-    inputs = _inputs(case)
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case)
+    ranks = ranks_of(case, inputs)
     rng = random.Random(0)
     first = _y(_run(ranks, inputs))
     tensors = [t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2)]
@@ -173,16 +153,16 @@ def test_same_bits_in_every_run_whatever_the_timing() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_same_bits_for_any_number_of_ranks(world: int) -> None:
+def test_same_bits_for_any_number_ofranks_of(world: int) -> None:
     tokens, experts = 512, 32
     whole = RoutingCase(name="ranks", tokens=(tokens,), num_experts=experts, top_k=6)
-    inputs = _inputs(whole)
+    inputs = inputs_of(whole)
     reference = VirtualRanks(hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=experts, top_k=6, tokens=(tokens,))
     expected = _y(_run(reference, inputs))
     reference.close()
     split = RoutingCase(name="ranks", tokens=(tokens // world,) * world, num_experts=experts, top_k=6)
     for options in ({}, {"comm_sms": 1}, {"comm_sms": 2}, {"comm_sms": 7}, {"recompute": True}, {"save_x": False}):
-        ranks = _ranks(split, inputs, **options)
+        ranks = ranks_of(split, inputs, **options)
         ranks.poison()
         assert torch.equal(_y(_run(ranks, inputs)), expected), options
         ranks.close()
@@ -191,13 +171,13 @@ def test_same_bits_for_any_number_of_ranks(world: int) -> None:
 def test_a_token_does_not_depend_on_other_tokens() -> None:
     """Tokens 100..139 keep their bits when all others and their routing change, and when they are moved."""
     case = RoutingCase(name="others", tokens=(300,), num_experts=8, top_k=3)
-    one = _inputs(case)
-    other = make_inputs(case, dtype=torch.bfloat16, hidden=HIDDEN, intermediate=INTERMEDIATE, seed=99)
+    one = inputs_of(case)
+    other = inputs_of(case, seed=99)
     kept = slice(100, 140)
     x, probs, routing_map = (getattr(other, name).clone() for name in ("x", "probs", "routing_map"))
     for target, source in ((x, one.x), (probs, one.probs), (routing_map, one.routing_map)):
         target[kept] = source[kept]
-    ranks = _ranks(case, one)
+    ranks = ranks_of(case, one)
     expected = _y(_run(ranks, one))[kept]
     weights = (one.w1.to(DEVICE), one.w2.to(DEVICE))
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
@@ -232,8 +212,8 @@ def test_row_offsets_beyond_32_bits() -> None:
 
 def test_no_grad_keeps_nothing() -> None:
     case = CASES["uniform"]
-    inputs = _inputs(case)
-    ranks = _ranks(case, inputs)
+    inputs = inputs_of(case)
+    ranks = ranks_of(case, inputs)
     outputs = _run(ranks, inputs, save=False)
     assert all(output.saved is None for output in outputs)
     assert torch.equal(_y(outputs), _y(_run(ranks, inputs)))
@@ -245,7 +225,7 @@ def test_changing_token_counts_and_weights() -> None:
     ranks = VirtualRanks(hidden=HIDDEN, intermediate=INTERMEDIATE, num_experts=8, top_k=2, tokens=(257, 257))
     for seed, counts in enumerate([(128, 127), (1, 257), (0, 64), (257, 3), (0, 0), (16, 16)]):
         case = RoutingCase(name="x" * (seed + 1), tokens=counts)
-        inputs = _inputs(case)
+        inputs = inputs_of(case)
         outputs = _run(ranks, inputs, tokens=counts)
         expected = exact(inputs).y
         assert relative_error(_y(outputs), expected) <= 2 * relative_error(eager(inputs).y, expected)
@@ -255,8 +235,8 @@ def test_changing_token_counts_and_weights() -> None:
 
 def _layer(tokens: int = 192) -> tuple[VirtualRanks, Inputs]:
     case = RoutingCase(name="layer", tokens=(tokens,), num_experts=8, top_k=2)
-    inputs = _inputs(case)
-    return _ranks(case, inputs), inputs
+    inputs = inputs_of(case)
+    return ranks_of(case, inputs), inputs
 
 
 def test_no_host_synchronisation() -> None:
@@ -281,7 +261,7 @@ def test_no_host_synchronisation() -> None:
     ranks.close()
 
 
-def test_graph_replay_with_other_inputs() -> None:
+def test_graph_replay_with_otherinputs_of() -> None:
     """Captured once, replayed 12 times with new x, probs and routing; each equals eager in every bit."""
     torch.use_deterministic_algorithms(False)
     ranks, inputs = _layer()
@@ -304,7 +284,7 @@ def test_graph_replay_with_other_inputs() -> None:
         y = call()
     case = RoutingCase(name="layer", tokens=(192,), num_experts=8, top_k=2)
     for seed in range(12):
-        new = make_inputs(case, dtype=torch.bfloat16, hidden=HIDDEN, intermediate=INTERMEDIATE, seed=100 + seed)
+        new = inputs_of(case, seed=100 + seed)
         for target, source in ((x, new.x), (probs, new.probs), (routing_map, new.routing_map)):
             target.copy_(source)
         graph.replay()

@@ -19,9 +19,14 @@ from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.config import Activation, MoeShape, MokConfig
 from mok_megatron.schedule import Schedule
+from tests.layer_run import PLAIN, Inputs, make_inputs
+from tests.routing_cases import RoutingCase
 
 DEVICE = torch.device("cuda", 0)
 CANARY = 0xA5
+
+HIDDEN, INTERMEDIATE = 320, 192
+"""Multiples of 64 but not of the tiles' 128 and 256 columns, so every tile kind has a ragged edge."""
 
 DATA_BUFFERS = ("row_source", "slot_dst_rank", "slot_dst_row", "weights", "d_weight_parts", "y_rows", "x")
 DATA_SCRATCH = ("h", "x_rows", "block_counts", "route_base", "token_order", "row_weights", "d_gate_up")
@@ -48,7 +53,7 @@ class VirtualRanks:
         num_experts: int,
         top_k: int,
         tokens: Sequence[int],
-        activation: Activation = Activation(),  # noqa: B008
+        activation: Activation = PLAIN,
         ring_rows: int | None = None,
         **options: object,
     ) -> None:
@@ -181,6 +186,38 @@ class VirtualRanks:
         """Free the workspaces."""
         for backend in self.backends:
             backend.close()
+
+
+def inputs_of(
+    case: RoutingCase,
+    activation: Activation = PLAIN,
+    *,
+    hidden: int = HIDDEN,
+    intermediate: int = INTERMEDIATE,
+    seed: int | None = None,
+) -> Inputs:
+    """bf16 inputs on the CPU; the seed is the case's own unless given."""
+    return make_inputs(
+        case,
+        dtype=torch.bfloat16,
+        hidden=hidden,
+        intermediate=intermediate,
+        seed=len(case.name) if seed is None else seed,
+        activation=activation,
+    )
+
+
+def ranks_of(case: RoutingCase, inputs: Inputs, **options: object) -> VirtualRanks:
+    """The ranks of a case."""
+    return VirtualRanks(
+        hidden=inputs.x.shape[1],
+        intermediate=inputs.w2.shape[2],
+        num_experts=case.num_experts,
+        top_k=case.top_k,
+        tokens=case.tokens,
+        activation=inputs.activation,
+        **options,  # type: ignore[arg-type]
+    )
 
 
 def _spans(buffers: tuple[memory.Buffer, ...]) -> list[tuple[memory.Buffer, tuple[int, int]]]:
