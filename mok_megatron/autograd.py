@@ -92,14 +92,14 @@ def apply_experts(
     schedule = backend.build_schedule(x.detach(), probs.detach(), routing_map, layer=layer)
     inputs = (x, probs, *w1.parameters, *w2.parameters)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        call = _Call(backend=backend, schedule=schedule, w1=w1, w2=w2, layer=layer, fuse=fuse_grad_accumulation)
+        call = _Call(backend, schedule, w1, w2, layer, fuse_grad_accumulation)
         y: Tensor = _Experts.apply(call, *inputs)
         return y
     y, _ = backend.forward(x.detach(), schedule, w1.matrices(), w2.matrices(), save=False, layer=layer)
     return y
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(slots=True)
 class _Call:
     """What one call passes beside its differentiable inputs."""
 
@@ -160,8 +160,10 @@ class _Experts(torch.autograd.Function):
             needs_dx=needs_dx,
             layer=ctx.layer,
         )
-        dprobs = _scatter_to_experts(schedule.experts, d_weights, ctx.num_experts, ctx.probs_dtype)
-        return None, dx, dprobs if needs_dprobs else None, *sinks.returned()
+        dprobs = None
+        if needs_dprobs:
+            dprobs = _scatter_to_experts(schedule.experts, d_weights, ctx.num_experts, ctx.probs_dtype)
+        return None, dx, dprobs, *sinks.returned()
 
 
 class _Sinks:
@@ -183,13 +185,22 @@ class _Sinks:
                 self.tensors.append(None)
 
     def returned(self) -> list[Tensor | None]:
-        """Mark the fused parameters; what autograd gets for each: a gradient, a placeholder of its shape, or None."""
+        """Mark the fused parameters; what autograd gets for each: a gradient, a placeholder of its shape, or None.
+
+        Nobody reads a placeholder, or only its zeros where Megatron asks for them, so those of a shape share memory:
+        each with its own would be a second copy of the weights.
+        """
+        shared: dict[tuple[torch.Size, torch.dtype, bool], Tensor] = {}
         returned: list[Tensor | None] = []
         for parameter, fused, tensor in zip(self._parameters, self._fused, self.tensors, strict=True):
             if fused:
                 parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-                new = torch.zeros_like if getattr(parameter, "zero_out_wgrad", False) else torch.empty_like
-                tensor = new(parameter, memory_format=torch.contiguous_format)
+                zeros = bool(getattr(parameter, "zero_out_wgrad", False))
+                key = (parameter.shape, parameter.dtype, zeros)
+                if key not in shared:
+                    new = torch.zeros_like if zeros else torch.empty_like
+                    shared[key] = new(parameter, memory_format=torch.contiguous_format)
+                tensor = shared[key].detach()  # another tensor for each, as autograd keeps them
             returned.append(tensor)
         return returned
 

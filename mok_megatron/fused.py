@@ -12,7 +12,7 @@ from mok_megatron.autograd import apply_experts
 from mok_megatron.backend_pool import shared_backend
 from mok_megatron.backends.base import Backend
 from mok_megatron.config import MoeShape, MokConfig
-from mok_megatron.experts import check_parameters, expert_weights, fire_pre_hooks
+from mok_megatron.experts import ExpertReader, check_parameters, expert_weights
 
 logger = logging.getLogger("mok_megatron")
 
@@ -51,7 +51,7 @@ class FusedExperts:
         self.fuse_grad_accumulation = fuse_grad_accumulation
         self.layer_number = layer_number
         self.max_tokens = max_tokens
-        self._used = False
+        self._reader = ExpertReader(experts, shape.experts_per_rank)
         self._check_weights()
         self.device = _device(experts, group)
         self.backend = self._join_backend()
@@ -75,11 +75,7 @@ class FusedExperts:
             logger.warning("mok_megatron: layer %s moved to %s: a new backend", self.layer_number, hidden.device)
             self.device = hidden.device
             self.backend = self._join_backend()
-        fire_pre_hooks(self.experts)
-        w1, w2 = expert_weights(self.experts, self.shape.experts_per_rank)
-        if not self._used:
-            check_parameters(self.experts, (w1, w2))
-            self._used = True
+        w1, w2 = self._reader.read()
         return apply_experts(
             self.backend,
             hidden,

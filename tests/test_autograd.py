@@ -211,3 +211,13 @@ def test_expert_params_refuse_other_layouts(shapes: list[tuple[int, ...]], exper
 def test_expert_params_of_one_expert(shape: tuple[int, ...]) -> None:
     (matrix,) = ExpertParams((torch.nn.Parameter(torch.zeros(shape)),), 1).matrices()
     assert matrix.shape == (4, 3) and not matrix.requires_grad
+
+
+def test_placeholders_of_a_shape_share_memory() -> None:
+    """Together they would be as large as the weights."""
+    layer = make_layer(dtype=torch.float32, fuse=True, main_grad=torch.float32)
+    layer(leaf(layer.inputs.x)).backward(layer.inputs.dy)
+    for params in (layer.w1, layer.w2):
+        grads = [parameter.grad for parameter in params.parameters]
+        assert len({id(grad) for grad in grads}) == len(grads) > 1
+        assert len({grad.data_ptr() for grad in grads if grad is not None}) == 1
