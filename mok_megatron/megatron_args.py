@@ -84,7 +84,8 @@ def command_line(
     if doubled:
         raise ValueError(f"training gives --{doubled[0]}, which follows from the architecture or the layout: remove it")
     flags = [_spelled(flag, version) for flag in [*generated, *(_flag(name, value) for name, value in free.items())]]
-    return CommandLine(flags=tuple(flags), notes=(*_notes(arch), *config.notes))
+    other = () if layout.dispatcher == "mok" else (f"this layout is made for {layout.dispatcher}: {layout.note}",)
+    return CommandLine(flags=tuple(flags), notes=(*other, *_notes(arch), *config.notes))
 
 
 def _flag(name: str, value: object = True) -> Flag:

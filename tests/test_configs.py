@@ -190,3 +190,11 @@ def test_what_megatron_cannot_express_is_said(
     assert len(notes) == len(said)
     for words in said:
         assert any(words in note for note in notes), words
+
+
+@pytest.mark.parametrize("wanted", [[], ["--dispatcher", "mok"]])
+def test_a_layout_that_mok_refuses_says_so(wanted: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["args", "deepseek-v3", "--layout", "hopper-ep16", *wanted]) == 0
+    out, err = capsys.readouterr()
+    assert f"--moe-token-dispatcher-type {'mok' if wanted else 'alltoall'}" in out
+    assert "note: this layout is made for alltoall: " in err and "spans two nodes, which mok refuses" in err

@@ -19,7 +19,7 @@ from mok_megatron.params import count_params
 from mok_megatron.planner.candidate import Candidate, Job, nearest_divisor, refusal
 from mok_megatron.planner.cluster import Cluster, Placement, ep_groups, spanning_groups
 from mok_megatron.planner.layercost import layer_costs
-from mok_megatron.planner.picture import rack_svg
+from mok_megatron.planner.picture import TERMINAL_PALETTE, rack_svg, rack_text
 from mok_megatron.planner.pipeline import Stages, split
 from mok_megatron.planner.timing import PLANNED_POLICY, comm_sms, moe_time
 from mok_megatron.simulator import Machine, build_traffic, sample_routing, simulate
@@ -186,7 +186,8 @@ def job(name: str = "deepseek-v3", cluster: Cluster = RACKS, **changes: int) -> 
         ),
         ({"ep": 64, "pp": 4}, r"ep \* pp = 64 \* 4 = 256 does not divide the 128 GPUs; .* nearest is pp=2"),
         ({"tp": 3}, "tp=3 does not divide the 64 GPUs used per rack; nearest is tp=4"),
-        ({"cp": 3}, r"tp \* pp \* cp = 1 \* 1 \* 3 = 3 does not divide the 128 GPUs"),
+        ({"cp": 3}, r"tp \* pp \* cp = 1 \* 1 \* 3 = 3 does not divide the 128 GPUs; nearest is [24]"),
+        ({"cp": 3, "world": 192}, r"multiple of 2 \* cp = 6, got 4096; nearest is 4098"),
         ({"vpp": 2}, "vpp=2 needs pp > 1, got pp=1; use vpp=1"),
         ({"micro_batch": 3}, r"2048 is not a multiple of micro_batch \* dp = 3 \* 128 = 384; nearest is 1920"),
         (
@@ -233,3 +234,17 @@ def test_picture_shows_every_rank_and_the_reserve() -> None:
     assert "a &lt; b" in svg and "reserve, 8 GPUs per rack" in svg
     nodes = rack_svg(Placement(cluster=Cluster.of(gpu("h200"), nodes=40), used=8), ep=8, pp=4, title="t")
     assert "24 more nodes alike" in nodes
+
+
+def test_text_picture_has_a_line_per_tray() -> None:
+    lines = rack_text(Placement(cluster=RACKS, used=64), ep=64, coloured=False).splitlines()
+    assert len(lines) == 1 + 18
+    assert lines[0].split() == ["rack", "0", "rack", "1"]
+    assert lines[16].split() == ["tray", "15", *map(str, (60, 61, 62, 63, 124, 125, 126, 127))]
+    assert lines[17].split() == ["tray", "16", *"........"]
+    coloured = rack_text(Placement(cluster=RACKS, used=64), ep=64, coloured=True).splitlines()[1]
+    first, second = (coloured.index(f"48;5;{colour}m") for colour in TERMINAL_PALETTE[:2])
+    assert first < coloured.index("  64") and second < coloured.index("  64") < len(coloured)
+    nodes = rack_text(Placement(cluster=Cluster.of(gpu("h200"), nodes=20), used=8), ep=8, coloured=False).splitlines()
+    assert nodes[1].split() == ["node", "1", *map(str, range(8, 16))]
+    assert nodes[-1] == "... and 12 more nodes alike"

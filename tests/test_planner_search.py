@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from mok_megatron.memory import default_ring_rows, rebuilt_bytes, workspace_byte
 from mok_megatron.model_config import load_model_config, shipped_configs
 from mok_megatron.params import count_params
 from mok_megatron.planner import report
+from mok_megatron.planner import search as search_module
 from mok_megatron.planner.candidate import Candidate, Job
 from mok_megatron.planner.cluster import Cluster
 from mok_megatron.planner.memory_use import chunks_in_flight, memory_use
@@ -39,11 +41,16 @@ EP64 = {"tp": 1, "pp": 8, "vpp": 4, "cp": 1, "ep": 64, "micro_batch": 1}
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-235b-a22b"])
-def test_eight_racks_take_few_seconds(name: str) -> None:
-    """About one on an idle machine; CPU time too grows on a shared one."""
-    started = time.process_time()
-    found = search(job(name, global_batch=6400 + 1792))
-    assert time.process_time() - started < 5.0
+def test_eight_racks_take_less_than_two_seconds(name: str) -> None:
+    """About one, in CPU time; which grows too on a shared machine, so the best of three tries counts."""
+    seconds: list[float] = []
+    while len(seconds) < 3 and min(seconds, default=2.0) >= 2.0:
+        for cached in (search_module._stages, search_module._layer_seconds):
+            cached.cache_clear()
+        started = time.process_time()
+        found = search(job(name, global_batch=6400 + 1792))
+        seconds.append(time.process_time() - started)
+    assert min(seconds) < 2.0
     assert len(found.plans) > 100
     speeds = [plan.tokens_per_second for plan in found.plans]
     assert speeds[0] >= max(speeds) / 1.03
@@ -128,12 +135,21 @@ def test_every_shipped_config_has_a_plan_on_eight_racks() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpu", "h200", "--nodes", "32", "--ep", "16"], "ep=16 needs 16 GPUs in one NVLink domain, H200 SXM has 8"),
+        (
+            ["--gpu", "h200", "--nodes", "32", "--ep", "16"],
+            "H200 SXM has 8; the largest that divides 256 experts and fits is ep=8 (the alltoall",
+        ),
         (["--gpu", "gb300", "--racks", "8", "--pp", "7"], "Nearest that works: TP1 PP8"),
         (["--gpu", "h200", "--nodes", "4"], "GB per GPU with recompute full"),
         (["--gpu", "h200", "--nodes", "4"], "It would fit"),
         (["--gpu", "gb300", "--racks", "1", "--gpus-per-domain", "30"], "30 GPUs per rack: must be whole nodes of 4"),
         (["--gpu", "gb300", "--racks", "8", "--tp", "0"], "tp must be at least 1, got 0"),
+        (
+            ["--gpu", "gb300", "--racks", "8", "--seq", "0"],
+            "seq_length must be 1 to 163840 (the model's max_positions), got 0; nearest is 1",
+        ),
+        (["--gpu", "gb300", "--racks", "8", "--seq", "200000"], "got 200000; nearest is 163840"),
+        (["--gpu", "gb300", "--racks", "8", "--global-batch", "-1"], "the global batch must be at least 1, got -1"),
         (["--gpu", "gb300", "--racks", "8", "--recompute", "some"], "--recompute must be one of none, no-save-x, mok"),
         (["--gpu", "gb400", "--racks", "8"], "unknown GPU 'gb400'; known GPUs are"),
         (["--gpu", "gb300", "--racks", "8", "--top", "0"], "--top must be at least 1, got 0"),
@@ -155,6 +171,11 @@ def test_table_says_predicted_and_gives_reasons() -> None:
     assert "not measured on GB300 NVL72" in text
     assert "does not fit into memory, e.g. " in text
     assert "rack 0     ranks 0-63: EP group" in text
+    assert "comm SMs 152 of 152, ring " in text and "tile 128 x 256 per SM" in text
+    (levels,) = (line for line in text.splitlines() if line.startswith("  recompute "))
+    assert re.fullmatch(
+        r"  recompute +none \d+ GB, .*; no-save-x .*; mok .*; selective .*; full \d+ GB, [\d.]+ s", levels
+    )
     assert "8 of 72 GPUs per rack run no rank (2 trays)" in text
 
 
@@ -245,7 +266,9 @@ def test_json_is_data(capsys: pytest.CaptureFixture[str]) -> None:
     data = json.loads(capsys.readouterr().out)
     assert data["predicted"] is True
     assert len(data["plans"]) == 3
-    assert data["plans"][0]["memory_bytes"]["total"] > 0
+    first = data["plans"][0]
+    assert first["recompute_choices"]["none"]["memory_bytes"] == first["memory_bytes"]["total"] > 0
+    assert first["tile"] == [128, 256]
     assert any("70%" in line for line in data["basis"])
 
 
@@ -256,5 +279,7 @@ def test_simulate_prints_predictions(capsys: pytest.CaptureFixture[str]) -> None
     assert "not a measurement" in text
     assert cli.main(["simulate", "qwen3-30b-a3b", "--gpu", "h200", "--ep", "16"]) == 2
     assert "--ep 16 exceeds the 8 GPUs of one NVLink domain of H200 SXM" in capsys.readouterr().err
+    assert cli.main(["simulate", "qwen3-30b-a3b", "--gpu", "gb300", "--ep", "60"]) == 2
+    assert "--ep 60 does not divide the 128 experts; nearest is --ep 64" in capsys.readouterr().err
     assert cli.main(["simulate", "tiny-deepseek", "--gpu", "h200", "--ep", "2", "--tokens", "64", "--study"]) == 0
     assert capsys.readouterr().out.startswith("Predicted, not measured")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from mok_megatron.planner.candidate import RECOMPUTE_LEVELS, Job, placement
     from mok_megatron.planner.cluster import Cluster
     from mok_megatron.planner.launch_files import write_files
-    from mok_megatron.planner.picture import rack_svg
+    from mok_megatron.planner.picture import rack_svg, rack_text
     from mok_megatron.planner.search import search
     from mok_megatron.simulator import calibrated_machine
 
@@ -71,14 +72,15 @@ def run(args: argparse.Namespace) -> int:
     pins = {name: value for name in (*_SIZES, "used") if (value := getattr(args, name)) is not None}
     result = search(job, pins, recompute=args.recompute)
     best, plans = result.plans[0], report.distinct(result, args.top)
+    place = placement(job, best.candidate)
     if args.json:
         print(json.dumps(report.as_data(result, plans), indent=2))
     else:
-        print(report.table(result, plans), report.details(result, best), sep="\n\n")
+        picture = rack_text(place, ep=best.candidate.ep, coloured=sys.stdout.isatty())
+        print(report.table(result, plans), report.details(result, best), picture, sep="\n\n")
     written = []
     if args.picture:
         title = f"{config.name} on {job.cluster.gpu.title}: {best.candidate.label()}"
-        place = placement(job, best.candidate)
         svg = rack_svg(place, ep=best.candidate.ep, pp=best.candidate.pp, title=title)
         args.picture.write_text(svg, encoding="utf-8")
         written.append(args.picture)

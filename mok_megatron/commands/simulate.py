@@ -36,10 +36,15 @@ def run(args: argparse.Namespace) -> int:
     """Print predictions."""
     from mok_megatron.hardware import gpu
     from mok_megatron.model_config import load_model_config
+    from mok_megatron.planner.candidate import nearest_divisor
     from mok_megatron.simulator import Machine, Policy, calibrated_machine, studies
 
     spec = gpu(args.gpu)
-    shape = load_model_config(args.config).architecture.moe_shape(args.ep)
+    arch = load_model_config(args.config).architecture
+    if args.ep < 1 or arch.moe.experts % args.ep:
+        nearest = nearest_divisor(arch.moe.experts, max(1, args.ep))
+        raise ValueError(f"--ep {args.ep} does not divide the {arch.moe.experts} experts; nearest is --ep {nearest}")
+    shape = arch.moe_shape(args.ep)
     if args.ep > spec.domain_gpus:
         raise ValueError(f"--ep {args.ep} exceeds the {spec.domain_gpus} GPUs of one NVLink domain of {spec.title}")
     if args.tokens < 1:

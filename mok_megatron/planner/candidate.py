@@ -20,13 +20,26 @@ layer's input is kept.
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is to be trained on what; ``machine`` holds a GPU's rates where a measurement gave them."""
+    """What is to be trained on what; ``machine`` holds a GPU's rates where a measurement gave them.
+
+    Raises ValueError for a sequence or batch that the model cannot have.
+    """
 
     arch: Architecture
     cluster: Cluster
     seq_length: int
     global_batch: int
     machine: Machine | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.seq_length <= self.arch.max_positions:
+            nearest = min(max(1, self.seq_length), self.arch.max_positions)
+            raise ValueError(
+                f"seq_length must be 1 to {self.arch.max_positions} (the model's max_positions), got "
+                f"{self.seq_length}; nearest is {nearest}"
+            )
+        if self.global_batch < 1:
+            raise ValueError(f"the global batch must be at least 1, got {self.global_batch}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +89,8 @@ def _expert_refusal(job: Job, c: Candidate) -> tuple[str, str] | None:
         largest = max(d for d in divisors(experts) if d <= gpu.domain_gpus)
         return "EP exceeds the NVLink domain", (
             f"ep={c.ep} needs {c.ep} GPUs in one NVLink domain, {gpu.title} has {gpu.domain_gpus}; "
-            f"the largest that divides {experts} experts and fits is ep={largest}"
+            f"the largest that divides {experts} experts and fits is ep={largest} (the alltoall dispatcher has no such "
+            "limit; layouts that need it are not planned)"
         )
     if c.used % c.ep:
         fits = job.cluster.usable_per_domain(c.ep)
@@ -111,15 +125,18 @@ def _dense_refusal(job: Job, c: Candidate) -> tuple[str, str] | None:
         )
     if c.world % (c.tp * c.pp * c.cp):
         return "TP x PP x CP does not divide the world", (
-            f"tp * pp * cp = {c.tp} * {c.pp} * {c.cp} = {c.tp * c.pp * c.cp} does not divide the {c.world} GPUs"
+            f"tp * pp * cp = {c.tp} * {c.pp} * {c.cp} = {c.tp * c.pp * c.cp} does not divide the {c.world} GPUs; "
+            f"nearest is {nearest_divisor(c.world, c.tp * c.pp * c.cp)}"
         )
     if c.cp > 1 and job.seq_length % (2 * c.cp):
         return "CP does not divide the sequence", (
-            f"cp={c.cp} needs seq_length to be a multiple of 2 * cp = {2 * c.cp}, got {job.seq_length}"
+            f"cp={c.cp} needs seq_length to be a multiple of 2 * cp = {2 * c.cp}, got {job.seq_length}; "
+            f"nearest is {nearest_multiple(2 * c.cp, job.seq_length)}"
         )
     if job.seq_length % (c.tp * c.cp):
         return "TP x CP does not divide the sequence", (
-            f"sequence parallelism needs seq_length to be a multiple of tp * cp = {c.tp * c.cp}, got {job.seq_length}"
+            f"sequence parallelism needs seq_length to be a multiple of tp * cp = {c.tp * c.cp}, got {job.seq_length}; "
+            f"nearest is {nearest_multiple(c.tp * c.cp, job.seq_length)}"
         )
     if c.vpp > 1 and c.pp == 1:
         return "VPP without PP", f"vpp={c.vpp} needs pp > 1, got pp=1; use vpp=1"
@@ -129,7 +146,7 @@ def _dense_refusal(job: Job, c: Candidate) -> tuple[str, str] | None:
 def _batch_refusal(job: Job, c: Candidate) -> tuple[str, str] | None:
     per_step = c.micro_batch * c.dp
     if job.global_batch < per_step or job.global_batch % per_step:
-        nearest = max(per_step, round(job.global_batch / per_step) * per_step)
+        nearest = nearest_multiple(per_step, job.global_batch)
         return "global batch not divisible", (
             f"global batch {job.global_batch} is not a multiple of micro_batch * dp = {c.micro_batch} * {c.dp} = "
             f"{per_step}; nearest is {nearest}"
@@ -139,7 +156,7 @@ def _batch_refusal(job: Job, c: Candidate) -> tuple[str, str] | None:
         unit = per_step * c.pp
         return "microbatches do not fit VPP", (
             f"interleaved stages (vpp={c.vpp}) need the {microbatches} microbatches to be a multiple of pp={c.pp}; "
-            f"nearest global batch is {max(unit, round(job.global_batch / unit) * unit)}, or use vpp=1"
+            f"nearest global batch is {nearest_multiple(unit, job.global_batch)}, or use vpp=1"
         )
     return None
 
@@ -158,3 +175,8 @@ def divisors(number: int) -> list[int]:
 def nearest_divisor(number: int, wanted: int) -> int:
     """The divisor of ``number`` whose ratio to ``wanted`` is closest to one."""
     return min(divisors(number), key=lambda d: max(d / wanted, wanted / d))
+
+
+def nearest_multiple(unit: int, wanted: int) -> int:
+    """The positive multiple of ``unit`` that is closest to ``wanted``."""
+    return max(unit, round(wanted / unit) * unit)

@@ -1,10 +1,12 @@
-"""The machines as an SVG picture: NVLink domains, nodes, GPUs with their rank, EP groups in colour."""
+"""The machines as a picture, SVG or text: NVLink domains, nodes, GPUs with their rank, EP groups in colour."""
 
 from __future__ import annotations
 
 from mok_megatron.planner.cluster import Placement
 
 PALETTE = ("#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#edc948", "#76b7b2", "#e15759", "#9c755f")
+TERMINAL_PALETTE = (25, 166, 28, 97, 136, 30, 160, 94)
+"""The same in the 256 colours of a terminal, darker, for white digits."""
 RESERVE = "#d9d9d9"
 CELL, GAP, NODE_GAP, LABEL, MARGIN = 34, 2, 6, 64, 16
 MAX_DOMAINS = 16
@@ -39,9 +41,9 @@ def rack_svg(place: Placement, *, ep: int, pp: int, title: str) -> str:
             for slot in range(gpu.node_gpus):
                 local = node * gpu.node_gpus + slot
                 rank = domain * place.used + local if local < place.used else None
-                parts.append(_cell(left + LABEL + slot * CELL, y, rank, ep, place.world // pp))
+                parts.append(_cell(left + LABEL + slot * CELL, y, rank, ep, pp, place.world // pp))
     foot = height - MARGIN - 10
-    note = f"one colour = one EP group of {ep} consecutive ranks; stripe = pipeline stage (of {pp})"
+    note = f"one colour = one EP group of {ep} consecutive ranks; stripe = pipeline stage (of {pp}, black to white)"
     if place.spare_gpus:
         note += f"; grey = reserve, {place.spare_gpus} GPUs per {place.cluster.noun}"
     if shown < place.cluster.domains:
@@ -50,18 +52,51 @@ def rack_svg(place: Placement, *, ep: int, pp: int, title: str) -> str:
     return "\n".join(parts) + "\n"
 
 
-def _cell(x: float, y: float, rank: int | None, ep: int, per_stage: int) -> str:
+def _cell(x: float, y: float, rank: int | None, ep: int, pp: int, per_stage: int) -> str:
     size = CELL - GAP
     if rank is None:
         return f'<rect x="{x}" y="{y}" width="{size}" height="{size}" rx="3" fill="{RESERVE}"/>'
     colour, stage = PALETTE[rank // ep % len(PALETTE)], rank // per_stage
-    shade = 20 + 60 * (stage % 5) // 4
+    shade = round(255 * stage / max(1, pp - 1))  # black to white
     return (
         f"<g><title>rank {rank}, EP group {rank // ep}, pipeline stage {stage}</title>"
         f'<rect x="{x}" y="{y}" width="{size}" height="{size}" rx="3" fill="{colour}"/>'
-        f'<rect x="{x}" y="{y}" width="5" height="{size}" fill="hsl(0,0%,{shade}%)"/>'
+        f'<rect x="{x}" y="{y}" width="5" height="{size}" fill="rgb({shade},{shade},{shade})"/>'
         f'<text x="{x + size / 2 + 2:g}" y="{y + size / 2 + 4:g}" text-anchor="middle" fill="white">{rank}</text></g>'
     )
+
+
+def rack_text(place: Placement, *, ep: int, coloured: bool, most: int = 4) -> str:
+    """The first ``most`` domains: a line per tray, a column per rack (HGX: a line per node); dots run no rank.
+
+    ``coloured`` gives every EP group a background, for terminals.
+    """
+    gpu = place.cluster.gpu
+    shown = min(place.cluster.domains, most if gpu.is_rack else 2 * most)
+    width = len(str(place.world - 1)) + 1
+
+    def node_text(domain: int, node: int) -> str:
+        cells = []
+        for local in range(node * gpu.node_gpus, (node + 1) * gpu.node_gpus):
+            rank = domain * place.used + local if local < place.used else None
+            text = f"{'.' if rank is None else rank:>{width}}"
+            background = rank // ep % len(TERMINAL_PALETTE) if rank is not None else None
+            if coloured and background is not None:
+                text = f"\x1b[97;48;5;{TERMINAL_PALETTE[background]}m{text}\x1b[0m"
+            cells.append(text)
+        return "".join(cells)
+
+    if gpu.is_rack:
+        head = "".join(f"   {f'rack {domain}':<{width * gpu.node_gpus}}" for domain in range(shown))
+        lines = [" " * 7 + head.rstrip()]
+        for node in range(gpu.nodes_per_domain):
+            trays = "".join("   " + node_text(domain, node) for domain in range(shown))
+            lines.append(f"tray {node:<2d}{trays}")
+    else:
+        lines = [f"node {domain:<4d}{node_text(domain, 0)}" for domain in range(shown)]
+    if shown < place.cluster.domains:
+        lines.append(f"... and {place.cluster.domains - shown} more {place.cluster.noun}s alike")
+    return "\n".join(lines)
 
 
 def _escaped(text: str) -> str:

@@ -7,8 +7,9 @@ from typing import Any
 from mok_megatron.memory import format_bytes
 from mok_megatron.planner.candidate import placement
 from mok_megatron.planner.cluster import Placement
-from mok_megatron.planner.search import Plan, Search
+from mok_megatron.planner.search import Plan, Search, by_recompute, limit_bytes
 from mok_megatron.planner.timing import ASSUMPTIONS, comm_sms, kernel_machine, nvlink_crossings
+from mok_megatron.tile_order import BLOCK_ROWS, FC2_TILE_COLUMNS
 
 COLUMNS = (
     ("layout", 40, "<"),
@@ -71,6 +72,13 @@ def details(search: Search, plan: Plan) -> str:
         + ", ".join(f"{part} {format_bytes(getattr(m, part))}" for part in parts)
         + f"; total {format_bytes(m.total)} on the fullest GPU",
     ]
+    choices = [
+        f"{level} {other.memory.total / 1e9:.0f} GB, {other.time.total_s:.2f} s"
+        if isinstance(other, Plan)
+        else f"{level} {(limit_bytes(job) + other.excess) / 1e9:.0f} GB, too much"
+        for level, other in by_recompute(job, c).items()
+    ]
+    lines.append(f"  recompute   {'; '.join(choices)}")
     for direction, moe in t.moe.items():
         floors = moe.floors
         lines.append(
@@ -82,7 +90,8 @@ def details(search: Search, plan: Plan) -> str:
         f"  step        {c.microbatches(job.global_batch)} microbatches x {t.stage_s * 1e3:.1f} ms + bubble "
         f"{t.bubble_s * 1e3:.0f} ms + exposed gradient reduction {t.exposed_dp_s * 1e3:.0f} ms + optimizer "
         f"{t.optimizer_s * 1e3:.0f} ms",
-        f"  settings    comm SMs {comm_sms(job.cluster.gpu)} of {job.cluster.gpu.sms}, ring {plan.ring_rows} rows"
+        f"  settings    comm SMs {comm_sms(job.cluster.gpu)} of {job.cluster.gpu.sms}, ring {plan.ring_rows} rows, "
+        f"tile {BLOCK_ROWS} x {FC2_TILE_COLUMNS} per SM, clusters of 2"
         + (", --mok-recompute" if plan.recompute in ("mok", "selective") else "")
         + (", --no-mok-save-x" if plan.recompute not in ("none", "full") else ""),
         *(f"  {line}" for line in where(placement(job, c), c.ep, c.pp)),
@@ -135,9 +144,16 @@ def _plan_data(search: Search, plan: Plan) -> dict[str, Any]:
         "pipeline": plan.stages.text(),
         "ring_rows": plan.ring_rows,
         "comm_sms": comm_sms(search.job.cluster.gpu),
+        "tile": [BLOCK_ROWS, FC2_TILE_COLUMNS],
         "memory_bytes": {
             name: round(getattr(m, name))
             for name in ("weights", "gradients", "optimizer", "activations", "workspace", "reserve", "total")
+        },
+        "recompute_choices": {
+            level: {"memory_bytes": round(other.memory.total), "step_s": other.time.total_s}
+            if isinstance(other, Plan)
+            else {"memory_bytes": round(limit_bytes(search.job) + other.excess), "step_s": None}
+            for level, other in by_recompute(search.job, c).items()
         },
         "moe_layer": {
             direction: {

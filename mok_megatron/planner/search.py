@@ -146,7 +146,7 @@ def _evaluate(job: Job, c: Candidate, recompute: str | None) -> Plan | Refused:
     tokens = tokens_per_gpu(job, c)
     shape = job.arch.moe_shape(c.ep)
     ring_rows = default_ring_rows(shape, tokens)
-    limit = job.cluster.gpu.memory_bytes * MEMORY_SHARE
+    limit = limit_bytes(job)
     levels = (recompute,) if recompute else RECOMPUTE_LEVELS
     first_look = True  # with the most recompute: if that does not fit, nothing does
     for level in (levels[-1], *levels):
@@ -174,6 +174,16 @@ def _evaluate(job: Job, c: Candidate, recompute: str | None) -> Plan | Refused:
             return _plan(job, c, level, stages, shape, tokens, ring_rows, worst, costs)
         first_look = False
     raise AssertionError("the last level fits, as the first look found")
+
+
+def limit_bytes(job: Job) -> float:
+    """What a plan may fill of a GPU's memory."""
+    return job.cluster.gpu.memory_bytes * MEMORY_SHARE
+
+
+def by_recompute(job: Job, c: Candidate) -> dict[str, Plan | Refused]:
+    """The same layout with each recompute level: its plan, or why it does not fit."""
+    return {level: _evaluate(job, c, level) for level in RECOMPUTE_LEVELS}
 
 
 def _extreme_ranks(pp: int) -> list[int]:

@@ -16,6 +16,10 @@ TokenOrder = Literal["expert", "token"]
 
 WARPS_PER_COPY_SM = 32
 """Warps of a dedicated copying SM in the measurement behind ``GpuSpec.copy_per_sm``."""
+WGRAD_TILE_BYTES = 2 * 4 * 256 * 256
+"""What one weight gradient tile reads from ``main_grad`` and writes back."""
+WGRAD_HBM_SHARE = 0.8
+"""Share of HBM's rate that all clusters' weight gradient epilogues reach together on H200: 9 us each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +30,7 @@ class Epilogues:
         fc1: activation; gate, up and h are stored.
         fc2: y rows are stored; dX rows likewise.
         act_grad: gate and up are loaded, their gradients and h stored; from backwards without weight gradients.
-        wgrad: 256 x 256 fp32 sums are read from ``main_grad`` and written back: by all at once, 80 % of HBM's rate.
+        wgrad: 256 x 256 fp32 sums are read from ``main_grad`` and written back, by all clusters at once.
     """
 
     fc1: float = 4.0e-6
@@ -116,6 +120,7 @@ class Machine:
             copy_per_sm=gpu.copy_per_sm,
             local_copy=0.35 * gpu.hbm_bandwidth,
             latency_s=gpu.flag_latency_s,
+            epilogues=Epilogues(wgrad=WGRAD_TILE_BYTES * (gpu.sms // 2) / (WGRAD_HBM_SHARE * gpu.hbm_bandwidth)),
             basis=f"{gpu.basis}; kernel speed assumed equal to a large GEMM's; not calibrated, {error}",
         )
 
