@@ -149,8 +149,9 @@ def draw(path: Path, results: Sequence[Result], title: str) -> bool:
 
     directions = list(dict.fromkeys(result["direction"] for result in timed))
     names = list(dict.fromkeys(result["implementation"] for result in timed))
+    cases = max(len({_label(r) for r in timed if r["direction"] == direction}) for direction in directions)
     figure, axes = plt.subplots(
-        len(directions), 1, figsize=(10, 4 * len(directions)), squeeze=False, layout="constrained"
+        len(directions), 1, figsize=(max(10.0, 1.2 * cases), 4 * len(directions)), squeeze=False, layout="constrained"
     )
     for panel, direction in zip(axes[:, 0], directions, strict=True):
         _panel(panel, [result for result in timed if result["direction"] == direction], names)
@@ -164,14 +165,16 @@ def draw(path: Path, results: Sequence[Result], title: str) -> bool:
 
 def _panel(panel: Any, results: Sequence[Result], names: Sequence[str]) -> None:
     labels = list(dict.fromkeys(_label(result) for result in results))
-    width = 0.8 / len(names)
-    for offset, name in enumerate(names):
+    present = {label: [name for name in names for r in results if (_label(r), r["implementation"]) == (label, name)]
+               for label in labels}  # fmt: skip
+    width = 0.8 / max(len(there) for there in present.values())
+    for number, name in enumerate(names):
         own = [result for result in results if result["implementation"] == name]
-        places = [labels.index(_label(result)) - 0.4 + (offset + 0.5) * width for result in own]
-        bars = panel.bar(places, [result["tflops"] for result in own], width, label=name)
-        panel.bar_label(
-            bars, [f"{result['ms']:.2f} ms" for result in own], fontsize=7, rotation=90, label_type="center"
-        )
+        shifts = [present[label].index(name) - (len(present[label]) - 1) / 2 for label in map(_label, own)]
+        places = [labels.index(_label(result)) + shift * width for result, shift in zip(own, shifts, strict=True)]
+        bars = panel.bar(places, [result["tflops"] for result in own], width, label=name, color=f"C{number}")
+        texts = [f"{result['ms']:.2f} ms" for result in own]
+        panel.bar_label(bars, texts, fontsize=8, rotation=90, label_type="center", color="white")
     for key, style, label in (
         ("cublas_tflops", "-", "cuBLAS, bursts"),
         ("cublas_sustained_tflops", "--", "cuBLAS, sustained"),
