@@ -130,8 +130,11 @@ def build(dispatcher: str = "mok", *, seed: int = 1, **changes: Any) -> Any:
 
     Weights have unit gain; experts differ from rank to rank, everything else is the same on all ranks.
     """
-    layer = build_layer(make_config(dispatcher, **changes))
+    config = make_config(dispatcher, **changes)
+    layer = build_layer(config)
     layer.set_layer_number(1)
+    if not config.use_cpu_initialization:
+        layer.to(_device)  # Megatron makes the router's and the shared expert's gate on the CPU and moves whole models
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in [*layer.named_parameters(), *layer.named_buffers()]:

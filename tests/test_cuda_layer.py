@@ -206,7 +206,7 @@ def test_the_workspace_is_there_before_the_first_call(capsys: pytest.CaptureFixt
     line = memory.describe_workspace(space.sizes.shape, 1000, space.sizes.ring_rows)
     assert f"mok_megatron: {line}" in capsys.readouterr().out
     allocated = space.symmetric_bytes.numel() + space.scratch_bytes.numel()
-    assert allocated == memory.allocated_bytes(space.sizes.shape, 1000, space.sizes.ring_rows)
+    assert allocated == memory.workspace_bytes(space.sizes.shape, 1000, space.sizes.ring_rows)
     again = _build(**SHARED)
     assert again.fused_experts.backend.workspace is space
 
