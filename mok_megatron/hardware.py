@@ -12,7 +12,7 @@ from dataclasses import dataclass
 GB = 1e9
 TERA = 1e12
 
-# Measured on 2x H200 (NVLink NV18, BF16), see docs/design.md:
+# Measured on 2x H200 (NVLink NV18, BF16), see docs/performance-model.md:
 H200_GEMM_FLOPS = 777 * TERA  # cuBLAS, 8192 x 8192 x 8192
 H200_NVLINK_BOTH_WAYS = 332 * GB  # random 14 KB rows pulled, both directions at once, 16 SMs
 H200_COPY_PER_SM = 44 * GB  # the same at 4 SMs (176 GB/s), where NVLink is not yet the limit

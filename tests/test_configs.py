@@ -17,6 +17,7 @@ from mok_megatron.planner.cluster import Cluster
 from mok_megatron.planner.memory_use import memory_use, tokens_per_gpu
 from mok_megatron.planner.pipeline import Stages
 from tests.megatron_parser import parse_with_megatron
+from tests.megatron_versions import megatron_versions
 
 MODELS = (
     "deepseek-v3",
@@ -118,6 +119,24 @@ def test_megatron_builds_its_config_from_the_command_line(case: tuple[str, str])
     }
     assert {name: found[name] for name in expected} == expected
     assert found["bf16"] and not found["add_bias_linear"] and found["gated_linear_unit"]
+
+
+TOO_OLD = {
+    "0.17": {"deepseek-v4-flash", "deepseek-v4-pro", "glm-5.2"},
+    "0.18": {"glm-5.2"},
+}
+
+
+@pytest.mark.parametrize("megatron", megatron_versions()[:-1])
+def test_older_megatrons_build_their_config_or_are_named_as_too_old(megatron: str) -> None:
+    cases = [(name, next(iter(load_model_config(name).layouts))) for name in MODELS]
+    for (name, _), outcome in zip(cases, parse_with_megatron(cases, megatron), strict=True):
+        assert outcome["megatron"].startswith(megatron)
+        if name in TOO_OLD[megatron[:4]]:
+            assert re.search(rf"--\S+ \w+ needs megatron-core 0.1[89], this is {megatron[:4]}", outcome["error"])
+        else:
+            assert outcome["error"] is None
+            assert outcome["config"]["num_moe_experts"] == load_model_config(name).architecture.moe.experts
 
 
 def candidate(layout: Layout, used: int) -> Candidate:
