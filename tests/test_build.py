@@ -203,7 +203,7 @@ def test_the_verb_says_why_it_failed(calls: Path, capsys: pytest.CaptureFixture[
 
 
 def test_a_file_that_is_no_library(calls: Path) -> None:
-    with pytest.raises(OSError, match="file too short|invalid ELF header"):
+    with pytest.raises(OSError, match=r"file too short|invalid ELF header"):
         Library(build.build("sm90a"))
 
 

@@ -1,0 +1,152 @@
+"""Tables of addresses and tensor maps on the device, under streams, graphs and eviction; operands that are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mok_megatron.backends import device_tables
+from mok_megatron.backends.base import WeightGrads
+from mok_megatron.backends.device_tables import DeviceTables
+from mok_megatron.backends.grad_tables import GradTables, grad_type_of
+from mok_megatron.backends.weight_maps import WeightMaps, check_operand
+from tests.fake_gpu import CPU, SHAPE, FakeGpu, FakeLibrary, bf16, install
+
+
+@pytest.fixture(name="gpu")
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return install(monkeypatch)
+
+
+def _table(number: int) -> torch.Tensor:
+    return torch.tensor([number])
+
+
+def test_a_table_is_made_once_per_set_of_addresses(gpu: FakeGpu) -> None:
+    tables, made = DeviceTables(CPU), []
+    first = [tables.of(key, lambda: made.append(1) or _table(1)) for key in ((1,), (2,), (1,))]  # type: ignore[func-returns-value]
+    assert first[0] == first[2] != first[1] and len(made) == 2
+    assert gpu.said == []
+
+
+def test_another_stream_waits_for_the_copy_once(gpu: FakeGpu) -> None:
+    tables = DeviceTables(CPU)
+    for stream in (0, 1, 1, 0, 2):
+        gpu.stream = gpu.streams[stream]
+        tables.of((1,), lambda: _table(1))
+    assert gpu.said == ["1 waits for event of 0", "kept for 1", "2 waits for event of 0", "kept for 2"]
+
+
+def test_the_tables_used_longest_ago_go_first(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_tables, "KEPT", 2)
+    tables, made = DeviceTables(CPU), []
+    for key in (1, 2, 1, 3, 1, 2):
+        tables.of((key,), lambda key=key: made.append(key) or _table(key))  # type: ignore[misc]
+    assert made == [1, 2, 3, 2]
+
+
+def test_a_table_made_for_a_graph_is_for_that_graph_alone(gpu: FakeGpu) -> None:
+    """The captured copy runs at replay; an eager call, or another graph, would read memory that nobody has filled."""
+    tables, made = DeviceTables(CPU), []
+
+    def make() -> torch.Tensor:
+        made.append(1)
+        return _table(1)
+
+    gpu.capturing = True
+    captured = [tables.of((1,), make), tables.of((1,), make)]
+    gpu.capturing = False
+    eager = tables.of((1,), make)
+    assert len({*captured, eager}) == len(made) == 3
+
+
+def test_a_table_that_a_graph_read_outlives_eviction(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_tables, "KEPT", 1)
+    tables = DeviceTables(CPU)
+    kept = tables.of((1,), lambda: _table(1))
+    gpu.capturing = True
+    assert tables.of((1,), lambda: _table(1)) == kept
+    gpu.capturing = False
+    tables.of((2,), lambda: _table(2))
+    assert [entry.device.data_ptr() for entry in tables._of_graphs.values()] == [kept]
+    tables.clear()
+    assert not tables._of_graphs and not tables._entries
+
+
+def test_gradient_tables_hold_addresses_and_zeros(gpu: FakeGpu) -> None:
+    tables, grad = GradTables(CPU), torch.zeros(4)
+    assert tables.of([None, None]) is None
+    address = tables.of([grad, None])
+    (entry,) = tables._tables._entries.values()
+    assert entry.device.tolist() == [grad.data_ptr(), 0] and entry.device.data_ptr() == address
+
+
+def test_weight_maps_follow_the_addresses(gpu: FakeGpu) -> None:
+    library = FakeLibrary(gpu)
+    maps = WeightMaps(library, SHAPE, CPU)  # type: ignore[arg-type]
+    w1, w2 = [bf16(128, 128) for _ in range(2)], [bf16(128, 64) for _ in range(2)]
+    first = maps.of(w1, w2, 1)
+    assert maps.of(w1, w2, 1) == first and len(library.encoded) == 4
+    starts = [start - library.encoded[0][0] for start, _, _ in library.encoded]
+    assert starts == [0, 256, 512, 768]
+    addresses = (first.w1_forward, first.w2_forward, first.w1_backward, first.w2_backward)
+    assert [address - addresses[0] for address in addresses] == [0, 256, 512, 768]
+    one, two = [w.data_ptr() for w in w1], [w.data_ptr() for w in w2]
+    assert [matrices for _, matrices, _ in library.encoded] == [one, two, one, two]
+    w1[1] = bf16(128, 128)
+    assert maps.of(w1, w2, 1) != first and len(library.encoded) == 8
+
+
+@pytest.mark.parametrize(
+    ("w1", "w2", "message"),
+    [
+        ([bf16(128, 128)], [bf16(128, 64)] * 2, "layer 7: w1 has 1 experts, the rank holds 2"),
+        ([bf16(128, 128)] * 2, [bf16(64, 128)] * 2, r"w2\[0\] must be \[128, 64\] torch.bfloat16 on cpu"),
+        ([bf16(128, 128)] * 2, [bf16(64, 128).T] * 2, r"w2\[0\] must be contiguous and 16-byte aligned.*\(1, 128\)"),
+    ],
+)
+def test_weights_that_do_not_fit_get_no_maps(gpu: FakeGpu, w1: Any, w2: Any, message: str) -> None:
+    library = FakeLibrary(gpu)
+    maps = WeightMaps(library, SHAPE, CPU)  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            maps.of(w1, w2, 7)
+    assert library.encoded == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "message"),
+    [
+        (torch.zeros(4, 8), r"x must be \[4, 8\] torch.bfloat16 on cpu, got \[4, 8\] torch.float32"),
+        (bf16(4, 9), r"got \[4, 9\]"),
+        (torch.empty(4, 8, dtype=torch.bfloat16, device="meta"), "on meta"),
+        (bf16(33)[1:].view(4, 8), r"16-byte aligned, got strides \(8, 1\) at address 0x"),
+    ],
+)
+def test_operands_that_the_copy_engine_cannot_read(tensor: torch.Tensor, message: str) -> None:
+    check_operand("x", bf16(4, 8), (4, 8), CPU, 3)
+    with pytest.raises(ValueError, match=message):
+        check_operand("x", tensor, (4, 8), CPU, 3)
+
+
+def test_gradient_types_and_the_sinks_that_are_refused() -> None:
+    def check(w1: Any, w2: Any) -> int:
+        return grad_type_of(WeightGrads(w1=w1, w2=w2, accumulate=True), (4, 2), (2, 4), CPU, 5)
+
+    fp32, half = torch.zeros(4, 2), bf16(2, 4)
+    assert check([None, fp32], [None, None]) == 0 and check([None], [half]) == 1 and check([None], [None]) == 0
+    for w1, w2, message in (
+        (
+            [fp32],
+            [half],
+            r"layer 5: weight gradients must be all float32 or all bfloat16, got torch.bf",
+        ),
+        ([fp32.double()], [None], "got torch.float64"),
+        ([None, torch.zeros(2, 4)], [None], r"gradient of w1\[1\] must be contiguous \[4, 2\]"),
+        ([None], [torch.zeros(4, 2).T], r"w2\[0\] .* with strides \(1, 2\)"),
+        ([torch.zeros(4, 2, device="meta")], [None], r"w1\[0\] .* on cpu .* got \[4, 2\] on meta"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            check(w1, w2)

@@ -1,0 +1,145 @@
+"""A backend's launches with stand-ins for the GPU: devices, streams, graphs, the workspace's life."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from mok_megatron.backends import cuda, failures
+from mok_megatron.backends.abi import BackwardParams, ForwardParams, ReopenParams, ScheduleParams
+from mok_megatron.backends.base import WeightGrads
+from mok_megatron.backends.cuda import CudaBackend
+from mok_megatron.backends.launches import Launches
+from mok_megatron.config import MokConfig
+from tests.fake_gpu import CPU, SHAPE, FakeGpu, FakeLibrary, bf16, install
+
+
+@pytest.fixture(name="gpu")
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return install(monkeypatch)
+
+
+def _backend(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> tuple[CudaBackend, FakeLibrary]:
+    library = FakeLibrary(gpu)
+    monkeypatch.setattr(cuda, "load_library", lambda _architecture: library)
+    monkeypatch.setattr(cuda, "_announce", lambda _line: None)
+    return CudaBackend.create(SHAPE, MokConfig(), None, torch.device(device)), library
+
+
+def _call(backend: CudaBackend, tokens: int, *, backward: bool = True) -> None:
+    x = bf16(tokens, 128)
+    w1, w2 = [bf16(128, 128) for _ in range(2)], [bf16(128, 64) for _ in range(2)]
+    probs, routing_map = torch.ones(tokens, 2), torch.ones(tokens, 2, dtype=torch.bool)
+    schedule = backend.build_schedule(x, probs, routing_map, layer=1)
+    y, saved = backend.forward(x, schedule, w1, w2, save=True, layer=1)
+    assert saved is not None
+    if backward:
+        grads = WeightGrads(w1=[torch.zeros(128, 128)] * 2, w2=[torch.zeros(128, 64)] * 2, accumulate=True)
+        backend.backward(y, saved, w1, w2, grads, needs_dx=True, layer=1)
+
+
+@pytest.fixture(name="made")
+def _made(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> tuple[CudaBackend, FakeLibrary]:
+    backend, library = _backend(gpu, monkeypatch)
+    for part in (backend, backend._launches, backend._weight_maps):
+        setattr(part, "device" if part is backend else "_device", CPU)  # without an index, as tensors have it
+    return backend, library
+
+
+def test_a_step_is_four_launches_on_one_stream(made: tuple[CudaBackend, FakeLibrary], gpu: FakeGpu) -> None:
+    backend, library = made
+    _call(backend, 8)
+    kinds = [ScheduleParams, ForwardParams, ReopenParams, BackwardParams]
+    assert [kind for kind, _, _ in library.launched] == kinds
+    assert {stream for _, _, stream in library.launched} == {0}
+    assert [line for line in gpu.said if "waits" in line] == []
+
+
+def test_launches_go_to_the_tensors_device(gpu: FakeGpu) -> None:
+    library = FakeLibrary(gpu)
+    launches = Launches(library, SHAPE, MokConfig(), torch.device("cuda", 3), rank=0, sms=132)  # type: ignore[arg-type]
+    for current in (0, 3):
+        gpu.current = current
+        launches._launch(ReopenParams())
+        assert gpu.current == current
+    assert [device for _, device, _ in library.launched] == [3, 3]
+
+
+def test_a_call_on_another_stream_waits_for_the_one_before(made: tuple[CudaBackend, FakeLibrary], gpu: FakeGpu) -> None:
+    backend, _ = made
+    _call(backend, 8)
+    gpu.stream = gpu.streams[1]
+    _call(backend, 8, backward=False)
+    assert [line for line in gpu.said if "waits for 0" in line] == ["1 waits for 0"]
+    gpu.stream, gpu.capturing = gpu.streams[2], True
+    _call(backend, 8, backward=False)
+    assert "2 waits for 1" not in gpu.said, "a capture may not wait for what is outside it"
+
+
+def test_a_workspace_grows_and_is_kept_for_graphs(made: tuple[CudaBackend, FakeLibrary], gpu: FakeGpu) -> None:
+    backend, _ = made
+    _call(backend, 8)
+    first = backend.workspace
+    _call(backend, 4)
+    assert backend.workspace is first
+    _call(backend, 16)
+    second = backend.workspace
+    assert second is not first and not backend._retired, "nobody uses the first"
+    gpu.capturing = True
+    _call(backend, 16)
+    with pytest.raises(ValueError, match="a workspace for 32 tokens cannot be made while a graph is captured"):
+        _call(backend, 32)
+    gpu.capturing = False
+    _call(backend, 32)
+    assert backend._retired == [second] and backend.workspace is not second
+    _call(backend, 64)
+    assert backend._retired == [second], "the third was not captured"
+    assert [watched() for watched in failures._watched] == [second, backend.workspace]
+
+
+def test_nothing_is_launched_after_close(made: tuple[CudaBackend, FakeLibrary], gpu: FakeGpu) -> None:
+    backend, library = made
+    x, w1, w2 = bf16(8, 128), [bf16(128, 128)] * 2, [bf16(128, 64)] * 2
+    schedule = backend.build_schedule(x, torch.ones(8, 2), torch.ones(8, 2, dtype=torch.bool), layer=1)
+    launched = len(library.launched)
+    for _ in range(2):
+        backend.close()
+    assert failures._watched == [] and "synchronized" in gpu.said
+    with pytest.raises(RuntimeError, match=r"layer 4: the backend has no workspace: call reserve\(max_tokens\)"):
+        backend.forward(x, schedule, w1, w2, save=True, layer=4)
+    assert len(library.launched) == launched
+
+
+def test_a_dead_device_does_not_keep_a_backend_open(
+    made: tuple[CudaBackend, FakeLibrary], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, _ = made
+    _call(backend, 8)
+
+    def dead(_device: Any) -> None:
+        raise RuntimeError("unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", dead)
+    with pytest.raises(RuntimeError, match="unspecified"):
+        backend.close()
+    assert failures._watched == [] and backend.workspace is None
+    backend.close()
+
+
+def test_a_failed_kernel_ends_the_next_call_and_no_record_is_an_address(
+    made: tuple[CudaBackend, FakeLibrary],
+) -> None:
+    backend, _ = made
+    _call(backend, 8)
+    space = backend.workspace
+    assert space is not None and space.failure() is None
+    space.record[:] = torch.tensor([1, 3, 0, -1, 9, 128, 17, 2], dtype=torch.int32)
+    record = space.failure()
+    assert record is not None
+    space.record.zero_()
+    assert record.want == 128
+    space.record[0] = 1
+    with pytest.raises(RuntimeError, match=r"layer 0, phase routing, .*for rank 0 .*found at the next call, layer 1"):
+        _call(backend, 8)

@@ -1,0 +1,112 @@
+"""The workspace's buffers, and what is said of kernels that failed in it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mok_megatron import memory
+from mok_megatron.backends import failures
+from mok_megatron.backends.abi import FailRecord
+from mok_megatron.backends.workspace import Sizes, Workspace
+from tests.distributed import run_ranks
+from tests.fake_gpu import CPU, SHAPE, FakeGpu, install
+
+
+@pytest.fixture(name="gpu")
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
+    return install(monkeypatch)
+
+
+def _sizes(ep_size: int = 1, tokens: int = 40) -> Sizes:
+    return Sizes(shape=replace(SHAPE, num_experts=4, ep_size=ep_size), max_tokens=tokens, ring_rows=256)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_buffers_are_aligned_and_apart(gpu: FakeGpu, ep_size: int, tokens: int) -> None:
+    sizes = _sizes(ep_size, tokens)
+    spaces = Workspace.local(sizes, CPU)
+    assert len(spaces) == ep_size
+    for space in spaces:
+        assert space.peers.tolist() == [other.base for other in spaces]
+        layout = {name: getattr(space.layout, name) for name, _ in space.layout._fields_ if name != "bytes"}
+        local = {name: address - space.scratch_bytes.data_ptr() for name, address in space.scratch.items()}
+        for offsets, buffers, whole in (
+            (layout, memory.symmetric_buffers(sizes.shape, tokens, 256), space.symmetric_bytes),
+            (local, memory.scratch_buffers(sizes.shape, tokens, 256), space.scratch_bytes),
+        ):
+            assert set(offsets) == {buffer.name for buffer in buffers}
+            end = 0
+            for buffer in buffers:
+                assert offsets[buffer.name] % memory.ALIGNMENT == 0 and offsets[buffer.name] >= end
+                end = offsets[buffer.name] + buffer.bytes + memory.GUARD
+            assert end <= whole.numel() and not whole.any()
+
+
+def _in_a_pool(rank: int, world: int, reached: bool) -> Any:
+    """Rank r's buffer begins 1024 r bytes behind the base of its allocation."""
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    install(pytest.MonkeyPatch())
+    pool = torch.full((1 << 20,), 7, dtype=torch.uint8)
+    bases: list[Any] = [None] * world
+    dist.all_gather_object(bases, pool.data_ptr())
+    if not reached:
+        bases[1] = 0
+    symmetric_memory.empty = lambda size, **_: pool[1024 * rank : 1024 * rank + size]  # type: ignore[assignment]
+    symmetric_memory.rendezvous = lambda *_: SimpleNamespace(buffer_ptrs=bases)  # type: ignore[assignment]
+    try:
+        space = Workspace.symmetric(_sizes(world), dist.group.WORLD, CPU)
+    except RuntimeError as error:
+        return str(error)
+    assert not space.symmetric_bytes.any() and space.base == space.symmetric_bytes.data_ptr()
+    return [int(peer) - base for peer, base in zip(space.peers, bases, strict=True)]
+
+
+def test_peers_are_found_inside_of_their_allocations() -> None:
+    assert run_ranks(2, _in_a_pool, True) == [[0, 1024], [0, 1024]]
+
+
+def test_a_peer_out_of_reach_is_named() -> None:
+    for rank, message in enumerate(run_ranks(2, _in_a_pool, False)):
+        assert message.startswith(f"rank {rank} of the expert-parallel group cannot reach the memory of rank(s) [1]")
+
+
+def test_a_workspace_that_nobody_holds_is_not_watched(gpu: FakeGpu) -> None:
+    (space,) = Workspace.local(_sizes(), CPU)
+    failures.watch(space)
+    assert failures._reports() == [None]
+    del space
+    assert failures._reports() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"code": 1, "peer": 3},
+            "layer 5, phase FC1, rank 2 of the expert-parallel group: waited longer .* for rank 3 ",
+        ),
+        ({"code": 1, "phase": 7}, "phase weight gradients, .* for its own kernels .item 17, wanted 256, seen 128"),
+        ({"code": 2, "peer": 1}, "rank 1 failed and said so"),
+        ({"code": 3}, r"256 routed rows exceed the 128 .* by 128: raise ring_rows .* to at least 256"),
+        ({"code": 4, "want": 8, "seen": 9}, "token 17 is routed to 9 experts, more than top_k=8"),
+    ],
+)
+def test_messages_of_failures(changes: dict[str, int], message: str) -> None:
+    fields = {"phase": 4, "rank": 2, "peer": -1, "layer": 5, "want": 256, "seen": 128, "where": 17, **changes}
+    with pytest.raises(RuntimeError, match=message):
+        raise RuntimeError(failures.describe(FailRecord(**fields)))
+
+
+def test_every_phase_of_the_kernels_has_a_name() -> None:
+    source = (Path(__file__).parents[1] / "kernels" / "params.h").read_text()
+    phases = source.split("enum class Phase")[1].split("};")[0].count(" = ")
+    assert phases == len(failures._PHASES)
