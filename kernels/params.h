@@ -115,7 +115,7 @@ enum CounterWord : int { kTileTicket = 0, kRowTicket = 32, kTokenTicket = 64, kA
 struct ForwardParams {
   CallParams call;
   const void* x;                   // bf16 [T, H], read in place when W = 1
-  const int32_t* experts;          // [T, K]
+  const int32_t* experts;          // [T, K], read by no kernel
   const float* weights;            // [T, K]
   const int32_t* slot_dst_rank;    // [T, K]
   const int32_t* slot_dst_row;     // [T, K]
@@ -155,13 +155,13 @@ struct ReopenParams {
   int32_t unused;
 };
 
-// Where the gradient of one weight goes; null address: frozen.
+// Element type of a call's weight gradients.
 enum class GradType : int32_t { kFloat32 = 0, kBfloat16 = 1 };
 
-// The backward megakernel and the small launch before it.
+// The backward megakernel; mok_reopen has opened its call.
 struct BackwardParams {
   CallParams call;
-  const void* dy;                  // bf16 [T, H], copied to the symmetric x when W > 1
+  const void* dy;                  // bf16 [T, H], read in place; peers pull the copy of mok_reopen
   const float* weights;            // [T, K]
   const int32_t* slot_dst_rank;    // [T, K]
   const int32_t* slot_dst_row;     // [T, K]
