@@ -32,7 +32,7 @@ class _Stream:
 
 
 class FakeGpu:
-    """Stands in for ``torch.cuda``. The test chooses stream, device and whether is captured; ``said`` is what happened."""
+    """Stands in for ``torch.cuda``. The test chooses stream, device and capture; ``said`` is what happened."""
 
     def __init__(self) -> None:
         self.said: list[str] = []
