@@ -39,9 +39,9 @@ template <class T> __device__ __forceinline__ T* at(uint8_t* base, int64_t offse
 template <bool kSystem, class Done>
 __device__ __forceinline__ uint32_t wait_flag(const CallParams& call, const uint32_t* flag, Done done, Phase phase,
                                               int32_t peer, int32_t where, uint32_t want) {
-  constexpr int kSpinsPerCheck = 256;
+  constexpr uint32_t kSpinsPerCheck = 256;
   uint64_t start = 0;
-  for (int spins = 0;; ++spins) {
+  for (uint32_t spins = 0;; ++spins) {
     const uint32_t seen = kSystem ? load_acquire_system(flag) : load_acquire_gpu(flag);
     if (done(seen)) return seen;
     if (spins % kSpinsPerCheck == 0) {

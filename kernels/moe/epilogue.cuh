@@ -6,13 +6,19 @@
 
 namespace mok::sm90 {
 
-// SwiGLU of already rounded gate and up, so that forward and a backward from the saved values agree bit for bit.
+// Limits that keep NaN, which fminf and fmaxf would turn into a number.
+__device__ __forceinline__ float limit_above(float value, float limit) { return value > limit ? limit : value; }
+__device__ __forceinline__ float limit_both(float value, float limit) {
+  return value < -limit ? -limit : limit_above(value, limit);
+}
+
+// SwiGLU of already rounded gate and up: what backward has, too, whether they were kept or rebuilt.
 struct SwiGlu {
   float clamp;
   float linear_offset;
   __device__ __forceinline__ float operator()(float gate, float up) const {
-    gate = fminf(gate, clamp);
-    up = fminf(fmaxf(up, -clamp), clamp) + linear_offset;
+    gate = limit_above(gate, clamp);
+    up = limit_both(up, clamp) + linear_offset;
     return __fdividef(gate, 1.0f + __expf(-gate)) * up;
   }
 };
@@ -50,6 +56,7 @@ struct Stager {
   int32_t group;
   int32_t buffer = 0;
   bool unreported = false;
+  int32_t turn = 0; // of tile_written
 
   __device__ __forceinline__ bool elected() const { return threadIdx.x % 128 == 0; }
 
@@ -76,10 +83,12 @@ struct Stager {
 
   // Tells the signal warp that the last tile is written.
   __device__ __forceinline__ void report() {
-    if (unreported && elected()) {
+    if (!unreported) return;
+    if (elected()) {
       ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{}); // written, not just read
-      arrive_local(&s.tile_written[group]);
+      arrive_local(&s.tile_written[turn][group]);
     }
+    turn ^= 1;
     unreported = false;
   }
 };

@@ -29,7 +29,7 @@ struct PairGrad {
 // element; h as forward computed it. A clamped value passes no gradient.
 __device__ __forceinline__ void activation_grad(const SwiGlu& f, float gate, float up, float d_h, float weight,
                                                 float& d_gate, float& d_up, float& h) {
-  const float g = fminf(gate, f.clamp), u = fminf(fmaxf(up, -f.clamp), f.clamp) + f.linear_offset;
+  const float g = limit_above(gate, f.clamp), u = limit_both(up, f.clamp) + f.linear_offset;
   const float sigmoid = __fdividef(1.0f, 1.0f + __expf(-g)), silu = g * sigmoid, d = d_h * weight;
   h = silu * u;
   d_gate = gate <= f.clamp ? d * u * (sigmoid + silu * (1.0f - sigmoid)) : 0.0f;

@@ -66,17 +66,18 @@ __device__ __forceinline__ void produce(const Program& program, SharedStorage& s
   }
 }
 
-// Warp 1, one thread: counts finished tiles. It keeps a tile's slot until then, so the consumers are never more than
-// one tile ahead of its barriers.
+// Warp 1, one thread: counts finished tiles. It keeps a tile's slot until then, so the consumers report at most one
+// tile more before it has counted this one.
 template <class Program> __device__ __forceinline__ void count_tiles(const Program& program, SharedStorage& s) {
   SlotReader reader(s);
-  uint32_t parity = 0;
+  RingCursor<kSlots> written;
   for (;;) {
     const TileSlot tile = reader.read();
     const bool stop = tile.phase() == TilePhase::kStop;
     if (!stop && program.counted(tile)) {
-      for (int32_t group = 0; group < kConsumers; ++group) wait_barrier(&s.tile_written[group], parity);
-      parity ^= 1;
+      for (int32_t group = 0; group < kConsumers; ++group)
+        wait_barrier(&s.tile_written[written.slot][group], written.parity);
+      written.advance();
       ptx::fence_proxy_async();
       program.count(tile);
     }

@@ -37,11 +37,14 @@ struct SharedStorage {
   alignas(1024) __nv_bfloat16 a[kStages][kTileRows * kTileK];
   alignas(1024) __nv_bfloat16 b[kStages][kTileColumns * kTileK];
   alignas(1024) __nv_bfloat16 staging[kConsumers][kChunkBuffers][kBoxRows * kChunkColumns];
-  uint64_t full[kStages];            // TMA bytes of a stage are here
-  uint64_t empty[kStages];           // both CTAs' consumers are done with it
-  uint64_t tile_full[kSlots];        // slots[] is set
-  uint64_t tile_empty[kSlots];       // (CTA 0) every reader of both CTAs has read it
-  uint64_t tile_written[kConsumers]; // a consumer's part of a tile is in global memory
+  uint64_t full[kStages];      // TMA bytes of a stage are here
+  uint64_t empty[kStages];     // both CTAs' consumers are done with it
+  uint64_t tile_full[kSlots];  // slots[] is set
+  uint64_t tile_empty[kSlots]; // (CTA 0) every reader of both CTAs has read it
+  // A consumer's part of a counted tile is in global memory. Two barriers in turn: a consumer may report the next tile
+  // before the counting warp has looked at this one, and a parity tells one phase from the next but not from the one
+  // after.
+  uint64_t tile_written[kSlots][kConsumers];
   TileSlot slots[kSlots];
   uint32_t table[kMaxLocalExperts + 1]; // tile_order.h
 };
@@ -63,7 +66,8 @@ __device__ __forceinline__ void init_barriers(SharedStorage& s) {
     ptx::mbarrier_init(&s.tile_full[i], 1);
     ptx::mbarrier_init(&s.tile_empty[i], kSlotReaders);
   }
-  for (int i = 0; i < kConsumers; ++i) ptx::mbarrier_init(&s.tile_written[i], 1);
+  for (auto& of_turn : s.tile_written)
+    for (uint64_t& barrier : of_turn) ptx::mbarrier_init(&barrier, 1);
   ptx::fence_mbarrier_init(ptx::sem_release, ptx::scope_cluster);
 }
 

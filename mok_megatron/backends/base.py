@@ -91,7 +91,10 @@ class Backend(Protocol):
         needs_dx: bool,
         layer: int,
     ) -> tuple[Tensor | None, Tensor]:
-        """``dy [T, H]`` -> ``dx [T, H]`` (None unless ``needs_dx``) and ``d_weights [T, K]``, typed as the weights."""
+        """``dy [T, H]`` -> ``dx [T, H]`` (None unless ``needs_dx``) and ``d_weights [T, K]``, typed as the weights.
+
+        ``needs_dx`` is the same on every rank of the group.
+        """
         ...
 
     def close(self) -> None:
