@@ -12,17 +12,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mok_megatron.tile_order import Tile, TileOrder, fc2_lag
+from mok_megatron.tile_order import BAND_PAIRS, Tile, TileOrder, fc2_lag
 
-SOURCE = Path(__file__).parent / "native" / "tile_order.cpp"
+NATIVE = Path(__file__).parent / "native"
 
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    binary = tmp_path_factory.mktemp("native") / "tile_order"
-    subprocess.run(
-        ["g++", "-std=c++17", "-O1", "-Wall", "-Werror", "-o", str(binary), str(SOURCE)], check=True, timeout=120
-    )
+    return _compiled("tile_order", tmp_path_factory)
+
+
+@pytest.fixture(scope="session")
+def wgrad_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _compiled("wgrad_order", tmp_path_factory)
+
+
+def _compiled(name: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    binary = tmp_path_factory.mktemp("native") / name
+    source = str(NATIVE / f"{name}.cpp")
+    subprocess.run(["g++", "-std=c++17", "-O1", "-Wall", "-Werror", "-o", str(binary), source], check=True, timeout=120)
     return binary
 
 
@@ -113,3 +121,41 @@ def test_lag_keeps_waves_apart() -> None:
     assert fc2_lag(2048, fc1_columns=16, clusters=66, experts=32) == 1
     assert fc2_lag(512, fc1_columns=6, clusters=66, experts=128) == 9
     assert fc2_lag(0, fc1_columns=1, clusters=66, experts=4) == 4
+
+
+def _banded(pairs: int, columns: int) -> list[tuple[int, int]]:
+    """(pair, column) in bands of BAND_PAIRS, column by column inside a band."""
+    return [
+        (pair, column)
+        for first in range(0, pairs, BAND_PAIRS)
+        for column in range(columns)
+        for pair in range(first, min(first + BAND_PAIRS, pairs))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("experts", "w2", "w1"),
+    [
+        (3, (2, 3), (1, 2)),
+        (2, (28, 8), (16, 28)),
+        (5, (9, 1), (0, 4)),
+        (4, (0, 2), (17, 3)),
+        (2, (0, 1), (0, 1)),
+        (1, (1, 1), (1, 1)),
+    ],
+)
+def test_weight_gradients_come_once_by_expert_and_matrix(
+    wgrad_program: Path, experts: int, w2: tuple[int, int], w1: tuple[int, int]
+) -> None:
+    """Pairs 0: a matrix that nobody wants. dW2 of an expert comes before its dW1, all of an expert before the next."""
+    arguments = [str(value) for value in (experts, *w2, *w1)]
+    lines = subprocess.run([str(wgrad_program), *arguments], capture_output=True, text=True, check=True, timeout=60)
+    *tiles, stop = [[int(word) for word in line.split()] for line in lines.stdout.splitlines()]
+    stop_phase, phase_w2, phase_w1 = 2, 3, 4
+    assert stop[0] == stop_phase
+    assert tiles == [
+        [phase, expert, 2 * pair, column, 0]
+        for expert in range(experts)
+        for phase, matrix in ((phase_w2, w2), (phase_w1, w1))
+        for pair, column in _banded(*matrix)
+    ]

@@ -96,6 +96,27 @@ struct TileOrder {
   }
 };
 
+// Tickets of the weight gradients, behind those of a TileOrder: of every expert dW2 [H, I], then dW1 [2I, H], in
+// cluster tiles of two row blocks and one column of 256. A matrix with no pairs is not wanted.
+struct WgradOrder {
+  int32_t experts;
+  int32_t pairs2, columns2;
+  int32_t pairs1, columns1;
+
+  MOK_HD int32_t of_w2() const { return pairs2 * columns2; }
+  MOK_HD int32_t per_expert() const { return of_w2() + pairs1 * columns1; }
+
+  // row_block counts blocks of 128 lines of the matrix; phase kStop past the last ticket.
+  MOK_HD ClusterTile tile(int32_t index) const {
+    const int32_t expert = per_expert() > 0 ? index / per_expert() : experts;
+    if (expert >= experts) return {TilePhase::kStop, 0, 0, 0, false};
+    const int32_t within = index - expert * per_expert();
+    const bool w2 = within < of_w2();
+    const BandedTile at = w2 ? banded_tile(pairs2, columns2, within) : banded_tile(pairs1, columns1, within - of_w2());
+    return {w2 ? TilePhase::kWgrad2 : TilePhase::kWgrad1, expert, 2 * at.pair, at.column, false};
+  }
+};
+
 // (row block, column) of CTA 0 or 1 of the cluster; the column of CTA 1 may lie past the last one.
 MOK_HD int32_t row_block_of_cta(const ClusterTile& tile, int32_t cta) { return tile.row_block + (tile.wide ? 0 : cta); }
 MOK_HD int32_t column_of_cta(const ClusterTile& tile, int32_t cta) { return tile.column + (tile.wide ? cta : 0); }

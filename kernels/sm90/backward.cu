@@ -17,19 +17,11 @@ struct BackwardMaps {
   CUtensorMap dx_rows;          // [C, H]
 };
 
-// Tiles of one expert's weight gradients, in cluster tiles of 256 x 256.
-struct WgradTiles {
-  int32_t pairs2, columns2; // dW2 [H, I]
-  int32_t pairs1, columns1; // dW1 [2I, H]
-  __device__ int32_t of_w2() const { return pairs2 * columns2; }
-  __device__ int32_t per_expert() const { return of_w2() + pairs1 * columns1; }
-};
-
 template <bool kSystem> struct Backward {
   const BackwardParams& p;
   const BackwardMaps& maps;
   TileOrder order; // "FC1" is the data gradient of FC2, "FC2" that of FC1
-  WgradTiles wgrad;
+  WgradOrder wgrad;
   uint32_t* rows_arrived; // [B]
   uint32_t* hidden_done;  // [B] column tiles of d_gate_up and h_rows
   uint32_t* tickets;
@@ -48,15 +40,7 @@ template <bool kSystem> struct Backward {
 
   __device__ ClusterTile tile(int32_t ticket) const {
     const int32_t index = ticket - order.num_tickets();
-    if (index < 0) return order.tile(ticket);
-    const int32_t per_expert = wgrad.per_expert();
-    const int32_t expert = per_expert > 0 ? index / per_expert : order.experts;
-    if (expert >= order.experts) return {TilePhase::kStop, 0, 0, 0, false};
-    const int32_t within = index - expert * per_expert;
-    const bool w2 = within < wgrad.of_w2();
-    const BandedTile at = w2 ? banded_tile(wgrad.pairs2, wgrad.columns2, within)
-                             : banded_tile(wgrad.pairs1, wgrad.columns1, within - wgrad.of_w2());
-    return {w2 ? TilePhase::kWgrad2 : TilePhase::kWgrad1, expert, 2 * at.pair, at.column, false};
+    return index < 0 ? order.tile(ticket) : wgrad.tile(index);
   }
 
   __device__ bool loads(const TileSlot& tile) const {
@@ -208,7 +192,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     return Backward<kSystem>{p,
                              maps,
                              {s.table, experts, tiles(inner), p.wants_dx == 0 ? 0 : tiles(hidden), p.lag},
-                             {p.w2_grads == nullptr ? 0 : tiles(hidden), tiles(inner),
+                             {experts, p.w2_grads == nullptr ? 0 : tiles(hidden), tiles(inner),
                               p.w1_grads == nullptr ? 0 : tiles(2 * inner), tiles(hidden)},
                              p.counters,
                              p.counters + row_blocks,
