@@ -20,12 +20,21 @@ def megatron_versions() -> list[str]:
     return [*(line.split("==")[1] for line in lock if not line.startswith("#")), version("megatron-core")]
 
 
+def import_path(megatron: str) -> tuple[Path, ...]:
+    """What PYTHONPATH needs for a process to import this megatron-core: its folder; nothing for the installed one."""
+    if megatron == version("megatron-core"):
+        return ()
+    folder = FOLDER / megatron
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is missing: run scripts/setup.sh, or pip install --no-deps --target")
+    return (folder,)
+
+
 def environment(megatron: str) -> dict[str, str]:
     """Environment for a process that is to import this megatron-core and this checkout."""
-    paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    if megatron != version("megatron-core"):
-        folder = FOLDER / megatron
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} is missing: run scripts/setup.sh, or pip install --no-deps --target")
-        paths.insert(0, str(folder))
+    paths = [
+        *map(str, import_path(megatron)),
+        str(ROOT),
+        *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)),
+    ]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests import megatron_wheels
+from tests.megatron_versions import import_path, megatron_versions
 
 ROOT = Path(__file__).parent.parent
 NO_AUTOLOAD = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
@@ -307,17 +307,9 @@ def test_the_launcher_says_what_is_wrong(arguments: list[str], env: dict[str, st
 # Real releases.
 
 
-def _wheel(number: str) -> tuple[Path, ...]:
-    try:
-        path = megatron_wheels.megatron_path(number)
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    return () if path is None else (path,)
-
-
-@pytest.mark.parametrize("number", megatron_wheels.VERSIONS)
+@pytest.mark.parametrize("number", megatron_versions())
 def test_real_megatron_parses_the_flags_and_runs_the_layer(number: str) -> None:
-    found = _last_json(_run(["-m", "tests.wheel_check"], path=_wheel(number)))
+    found = _last_json(_run(["-m", "tests.wheel_check"], path=import_path(number)))
     assert found["version"] == number
     assert found["classes"] == {"alltoall": "MoELayer", "mok": "MokMoELayer"}
     assert found["config"] == found["experts' config"] == "mok"
