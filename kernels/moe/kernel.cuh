@@ -12,9 +12,11 @@
 //   TileSource source(tile)                     waits until the tile's inputs are in memory; one thread
 //   void compute(tile, consumer)                multiplies and writes; both consumer warpgroups
 //   bool counted(tile), void count(tile)        whether somebody waits for the tile, and who is told
-//   void bring_first_rows(), communicate(), help_at_the_end()
+//   RowDispatch rows(), void combine()          what is brought, and how tokens are summed
+//   p.call, epoch                               the call and its number
 #pragma once
 
+#include "dispatch.cuh"
 #include "epilogue.cuh"
 
 namespace mok::sm90 {
@@ -119,12 +121,17 @@ __device__ __forceinline__ void run_program(SharedStorage& s, uint32_t* tickets,
     give_registers<kProducerRegisters>();
     if (warp == 0 && lane == 0) produce(program, s, cta, tickets);
     if (warp == 1 && lane == 0) count_tiles(program, s);
-    if (warp >= 2 && communicates) program.communicate();
+    if (warp >= 2 && communicates) {
+      wait_for_tables(program.p.call, program.epoch);
+      dispatch_rows<kRowsPerClaim>(program.p.call, program.rows(), INT32_MAX);
+      program.combine();
+    }
   } else {
     take_registers<kConsumerRegisters>();
-    program.bring_first_rows();
+    wait_for_tables(program.p.call, program.epoch);
+    dispatch_rows<kRowsPerFirstClaim>(program.p.call, program.rows(), 1);
     consume(program, s, cta);
-    program.help_at_the_end();
+    program.combine();
   }
   __syncwarp();
   cluster.sync(); // the peer's copies and arrivals may still be under way into this CTA's shared memory

@@ -1,7 +1,6 @@
 // The backward megakernel on Hopper: dispatch of dY, data gradients of FC2 and FC1 with the activation's gradient in
 // between, combine of dX, and the weight gradients, which cover that combine, in one persistent launch.
 #include "../common/host.h"
-#include "../moe/dispatch.cuh"
 #include "../moe/epilogue_backward.cuh"
 #include "../moe/kernel.cuh"
 
@@ -148,17 +147,6 @@ template <bool kSystem> struct Backward {
         p.call, {nullptr, p.slot_dst_rank, p.slot_dst_row, nullptr, p.wants_dx != 0 ? p.dx : nullptr, columns}, tickets,
         epoch, sum_parts);
   }
-
-  __device__ void bring_first_rows() const {
-    wait_for_tables(p.call, epoch);
-    dispatch_rows<kRowsPerFirstClaim>(p.call, rows(), 1);
-  }
-  __device__ void communicate() const {
-    wait_for_tables(p.call, epoch);
-    dispatch_rows<kRowsPerClaim>(p.call, rows(), INT32_MAX);
-    combine();
-  }
-  __device__ void help_at_the_end() const { combine(); }
 
   __device__ RowDispatch rows() const {
     return {nullptr,

@@ -1,6 +1,5 @@
 // The forward megakernel on Hopper: dispatch, FC1 with SwiGLU, FC2 and combine in one persistent launch.
 #include "../common/host.h"
-#include "../moe/dispatch.cuh"
 #include "../moe/kernel.cuh"
 
 namespace mok::sm90 {
@@ -76,17 +75,6 @@ template <bool kSystem> struct Forward {
         {p.weights, p.slot_dst_rank, p.slot_dst_row, p.token_order, p.y, static_cast<uint32_t>(order.fc2_columns)},
         tickets, epoch, NoSlotSums{});
   }
-
-  __device__ void bring_first_rows() const {
-    wait_for_tables(p.call, epoch);
-    dispatch_rows<kRowsPerFirstClaim>(p.call, rows(), 1);
-  }
-  __device__ void communicate() const {
-    wait_for_tables(p.call, epoch);
-    dispatch_rows<kRowsPerClaim>(p.call, rows(), INT32_MAX);
-    combine();
-  }
-  __device__ void help_at_the_end() const { combine(); }
 
   __device__ RowDispatch rows() const {
     const bool rebuild = p.rebuild != 0;

@@ -125,10 +125,7 @@ class Launches:
         scratch = self._open(params.call, schedule, layer).scratch
         params.x = x.data_ptr()
         params.experts = schedule.experts.data_ptr()
-        params.weights = schedule.weights.data_ptr()
-        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
-        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
-        params.expert_first_row = schedule.expert_first_row.data_ptr()
+        _set_slot_tables(params, schedule)
         params.w1_maps, params.w2_maps = maps.w1_forward, maps.w2_forward
         params.x_rows = scratch["x_rows"] if x_rows is None else x_rows.data_ptr()
         params.gate_up = None if gate_up is None else gate_up.data_ptr()
@@ -144,10 +141,7 @@ class Launches:
         params = self._reopen
         self._open(params.call, schedule, layer)
         params.tokens = tokens.data_ptr()
-        params.weights = schedule.weights.data_ptr()
-        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
-        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
-        params.expert_first_row = schedule.expert_first_row.data_ptr()
+        _set_slot_tables(params, schedule)
         self._launch(params)
 
     def backward(
@@ -167,12 +161,9 @@ class Launches:
         params = self._backward
         self._open(params.call, schedule, layer)
         params.dy = dy.data_ptr()
-        params.weights = schedule.weights.data_ptr()
-        params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
-        params.slot_dst_row = schedule.slot_dst_row.data_ptr()
+        _set_slot_tables(params, schedule)
         params.row_src_rank = schedule.row_src_rank.data_ptr()
         params.row_src_slot = schedule.row_src_slot.data_ptr()
-        params.expert_first_row = schedule.expert_first_row.data_ptr()
         params.w1_maps, params.w2_maps = maps.w1_backward, maps.w2_backward
         params.x_rows = x_rows.data_ptr()
         params.gate_up = gate_up.data_ptr()
@@ -221,3 +212,10 @@ class Launches:
             clusters=self._sms // 2,
             experts=shape.experts_per_rank,
         )
+
+
+def _set_slot_tables(params: ForwardParams | ReopenParams | BackwardParams, schedule: Schedule) -> None:
+    params.weights = schedule.weights.data_ptr()
+    params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
+    params.slot_dst_row = schedule.slot_dst_row.data_ptr()
+    params.expert_first_row = schedule.expert_first_row.data_ptr()
