@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 from scripts.bench import report
-from scripts.bench.implementations import Direction, registry, select
+from scripts.bench.implementations import Direction, Implementation, registry, select
 from scripts.bench.inputs import Ranks, make_case
+from scripts.bench.ours import with_ring
 from scripts.bench.routing import ROUTINGS, route
 from scripts.bench.runner import Options, Result, failures, measure_case
 from scripts.bench.shapes import BAR_SHAPES, named_shapes
@@ -42,6 +43,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     add("--impl", nargs="+", choices=names, metavar="NAME", help=f"{', '.join(names)}; default: what runs here")
     add("--tokens", nargs="+", type=_positive, default=[8192], metavar="T", help="tokens per rank")
     add("--routing", nargs="+", choices=list(ROUTINGS), default=["uniform"])
+    add(
+        "--ring-fraction", nargs="+", type=_fraction, default=[], metavar="F",
+        help="also mok with a ring of F of the rows of the case, as mok-ring-F",
+    )  # fmt: skip
     add("--direction", choices=list(DIRECTIONS), default="forward")
     kept = parser.add_mutually_exclusive_group()
     add_kept = kept.add_argument
@@ -60,6 +65,13 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be >= 1, got {value}")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {value:g}")
     return value
 
 
@@ -85,13 +97,18 @@ def check(options: argparse.Namespace, world: int) -> None:
             route(routing, named_shapes()[name].on_ranks(world), 1, 0, torch.Generator())
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> list[Result]:
-    """All cases, one after the other; rank 0 prints each as soon as it is done."""
+def chosen(options: argparse.Namespace) -> list[Implementation]:
+    """What is to be measured: the implementations named, or those by default, and the rings asked for."""
+    entries = select(registry(), options.impl, DIRECTIONS[options.direction], saves=options.saves)
+    return entries + [with_ring(fraction) for fraction in options.ring_fraction]
+
+
+def run(options: argparse.Namespace, ranks: Ranks, arguments: list[str]) -> list[Result]:
+    """All cases, one after the other; rank 0 prints and writes each as soon as it is done."""
     meter = CudaMeter(ranks)
     cublas = Cublas(meter, ranks.device)
-    directions = DIRECTIONS[options.direction]
-    entries = select(registry(), options.impl, directions, saves=options.saves)
-    timed = Options(directions=directions, saves=options.saves, iterations=options.iterations)
+    entries = chosen(options)
+    timed = Options(directions=DIRECTIONS[options.direction], saves=options.saves, iterations=options.iterations)
     shapes = named_shapes()
     results: list[Result] = []
     for name, routing, tokens in itertools.product(options.shapes, options.routing, options.tokens):
@@ -101,7 +118,10 @@ def run(options: argparse.Namespace, ranks: Ranks) -> list[Result]:
         torch.cuda.empty_cache()
         results += found
         if ranks.rank == 0:
-            print(report.cublas_lines(found), report.table(found), "", sep="\n", flush=True)
+            parts = (report.cublas_lines(found), report.table(found), report.ring_lines(found))
+            print(*filter(None, parts), "", sep="\n", flush=True)
+            if options.json is not None:
+                report.write_json(options.json, report.document(results, ["scripts/bench_layer.py", *arguments]))
     return results
 
 
@@ -114,24 +134,22 @@ def main(arguments: list[str]) -> int:
         sys.stderr.write(f"bench_layer: {error}\n")
         return 2
     ranks = _join_ranks()
-    results = run(options, ranks)
+    results = run(options, ranks, arguments)
     if dist.is_initialized():
         dist.destroy_process_group()
-    failed = failures(results, options.impl)
+    failed = failures(results, options.impl and [entry.name for entry in chosen(options)])
     if ranks.rank == 0:
-        _write(options, results, arguments)
+        _conclude(options, results, arguments)
         sys.stderr.writelines(f"bench_layer: {line}\n" for line in failed)
     return 1 if failed else 0
 
 
-def _write(options: argparse.Namespace, results: list[Result], arguments: list[str]) -> None:
+def _conclude(options: argparse.Namespace, results: list[Result], arguments: list[str]) -> None:
     document = report.document(results, ["scripts/bench_layer.py", *arguments])
     print(
         f"{document['gpu']}, power limit {document['power_limit']}, driver {document['driver']}, "
         f"torch {document['torch']}, commit {document['commit'][:12]}"
     )
-    if options.json is not None:
-        report.write_json(options.json, document)
     if options.picture is not None:
         report.draw(options.picture, results, f"{document['gpu']}, bf16")
 

@@ -50,8 +50,11 @@ class FakeMeter:
         ms = {"forward": 2.0, "both": 5.0}.get(getattr(call, "__name__", ""), 0.1)
         return Timing(ms=ms, low_ms=ms, high_ms=ms, iterations=iterations or 20)
 
-    def host_us(self, call: Call) -> float:
-        return 50.0
+    def host_us(self, call: Call, prepare: Call | None = None) -> float:
+        if prepare is not None:
+            prepare(0)
+        call(0)
+        return {"forward": 50.0, "forward_backward": 130.0}[getattr(call, "__name__", "")]
 
     def launches(self, call: Call) -> int | None:
         return 4
@@ -162,6 +165,7 @@ def test_a_case_says_how_uneven_it_is() -> None:
     assert tiny_case().load == 1.0
     case = tiny_case("single-hot")
     assert case.rows == 8 * 128 and case.ring_rows() is None
+    assert case.ring_rows(0.25) == 256 and case.ring_rows(0.26) == 384 and case.ring_rows(1.0) == case.rows
     assert len(case.copies) == 2 and torch.equal(case.copies[0].w1, case.copies[1].w1)
     assert case.copies[0].w1.data_ptr() != case.copies[1].w1.data_ptr()
     assert float(case.copies[0].x.float().std()) == pytest.approx(1, rel=0.1)
@@ -181,7 +185,9 @@ def test_eager_and_our_reference_backend_are_right_and_reported() -> None:
     assert [r["tflops"] for r in results[:3]] == pytest.approx([flops / 2e9, 3 * flops / 5e9, 2 * flops / 3e9])
     assert results[0]["fraction"] == pytest.approx(results[0]["tflops"] / 800)
     assert results[0]["fraction_sustained"] == pytest.approx(results[0]["tflops"] / 700)
-    assert results[0]["peak_bytes"] == 1000 - 400 + case.copies[0].bytes
+    assert results[0]["peak_bytes"] == 1000 - 400 + case.copies[0].bytes == results[1]["peak_bytes"]
+    assert results[0]["workspace_bytes"] == 0 and "peak_bytes" not in results[2]
+    assert [r["host_us"] for r in results[:3]] == [50.0, 130.0, 80.0]
     assert "schedule_ms" not in results[0] and results[3]["schedule_ms"] == 0.1
     assert 0 < results[3]["relative_error"] < 1e-2
 
@@ -331,6 +337,7 @@ def made_up(**changes: Any) -> Result:
         "implementation": "mok", "shape": shape, "T": 8192, "K": 8, "E": 32, "W": 1, "routing": "uniform", "load": 1.0,
         "direction": "forward", "ms": 8.72, "low_ms": 8.7, "high_ms": 8.8, "iterations": 40, "tflops": 661.9,
         "saves": True, "relative_error": 4e-3, "host_us": 80.0, "launches": 4, "peak_bytes": 7 << 30,
+        "workspace_bytes": 3 << 29,
         "schedule_ms": 0.028, "cublas_tflops": 800.0, "cublas_sustained_tflops": 700.0, "fraction": 0.827,
         "fraction_sustained": 0.946,
     } | changes  # fmt: skip
@@ -348,10 +355,21 @@ def test_table_compares_within_the_case() -> None:
     columns = [cell.strip() for cell in lines[4].split("|")[1:-1]]
     assert columns == [
         "deepseek-v3", "8192", "1", "uniform", "forward", "mok", "8.720", "662", "0.827", "0.946", "eager 2.00x", "4",
-        "80", "28 (0.3%)", "7.00", "4.0e-03",
+        "80", "28 (0.3%)", "7.00 (1.50)", "4.0e-03",
     ]  # fmt: skip
     assert lines[-1] == "x on deepseek-v3: broke"
     assert "800 TFLOP/s in bursts, 700 sustained" in report.cublas_lines(results)
+
+
+def test_rings_are_compared_with_the_whole_one() -> None:
+    results = [
+        made_up(ms=8.0),
+        made_up(ms=4.0, T=4096),
+        made_up(implementation="mok-ring-0.25", ms=10.0),
+        {"implementation": "mok-ring-0.5", "shape": made_up()["shape"], "error": "broke"},
+    ]
+    assert report.ring_lines(results) == "mok-ring-0.25 on deepseek-v3 T=8192 uniform, forward: 1.25 times mok's time"
+    assert report.ring_lines(results[:2]) == ""
 
 
 def test_the_simulator_reads_the_file_and_only_our_layer(tmp_path: Path) -> None:
@@ -360,6 +378,7 @@ def test_the_simulator_reads_the_file_and_only_our_layer(tmp_path: Path) -> None
         made_up(implementation="eager", ms=17.0),
         made_up(implementation="mok-nograd", ms=8.0),
         made_up(ms=7.9, saves=False),
+        made_up(implementation="mok-ring-0.25", ms=10.0),
         made_up(direction="forward+backward", ms=27.0),
         made_up(direction="backward", ms=18.3),
         made_up(direction="backward", implementation="mok-main-grad", ms=19.9),
@@ -369,7 +388,7 @@ def test_the_simulator_reads_the_file_and_only_our_layer(tmp_path: Path) -> None
     report.write_json(path, report.document(results, ["scripts/bench_layer.py", "--json", "a b"]))
     content = json.loads(path.read_text(encoding="utf-8"))
     assert set(content) >= {"gpu", "driver", "torch", "commit", "date", "command", "results"}
-    assert content["command"] == "scripts/bench_layer.py --json 'a b'" and len(content["results"]) == 8
+    assert content["command"] == "scripts/bench_layer.py --json 'a b'" and len(content["results"]) == 9
     measured = load_measurements(path)
     assert [(m.direction, m.ms) for m in measured] == [("fwd", 8.72), ("bwd", 19.9)]
     assert measured[0].shape == named_shapes()["deepseek-v3"].on_ranks(1)
@@ -414,6 +433,8 @@ def test_command_line() -> None:
     assert options.shapes == list(BAR_SHAPES) and options.tokens == [8192] and options.saves
     options = bench_layer.parse(["--tokens", "1024", "2048", "--direction", "both", "--impl", "mok"])
     assert options.tokens == [1024, 2048] and options.impl == ["mok"]
+    options = bench_layer.parse(["--impl", "mok", "--ring-fraction", "0.25", "0.5"])
+    assert [entry.name for entry in bench_layer.chosen(options)] == ["mok", "mok-ring-0.25", "mok-ring-0.5"]
 
 
 @pytest.mark.parametrize(
@@ -421,6 +442,8 @@ def test_command_line() -> None:
     [
         (["--shapes", "gpt-2"], "invalid choice: 'gpt-2'"),
         (["--tokens", "0"], "must be >= 1, got 0"),
+        (["--ring-fraction", "0"], "must be in (0, 1], got 0"),
+        (["--ring-fraction", "1.5"], "must be in (0, 1], got 1.5"),
         (["--no-grad", "--direction", "both"], "--no-grad has no backward"),
         (["--no-grad", "--save"], "not allowed with argument"),
     ],

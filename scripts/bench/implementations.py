@@ -45,6 +45,10 @@ class Layer(Protocol):
         """Do what comes before any data moves, and nothing else; None where that is no step of its own."""
         ...
 
+    def workspace_bytes(self) -> int:
+        """Memory, part of the peak, that stays between calls and that all layers of a model would share."""
+        ...
+
     def uncounted_bytes(self) -> int:
         """Memory to add to what torch's allocator counts: held outside of it, less copies for sets beyond the first."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -102,8 +103,10 @@ class Case:
         routing_map = torch.zeros(size, dtype=torch.bool, device=probs.device).scatter_(1, self.experts, True)
         return probs, routing_map
 
-    def ring_rows(self) -> int | None:
-        """Row capacity to ask for: None (the default) unless this routing needs more."""
+    def ring_rows(self, fraction: float | None = None) -> int | None:
+        """Row capacity to ask for: None (the default) unless this routing needs more, or ``fraction`` of its rows."""
+        if fraction is not None:
+            return math.ceil(fraction * self.rows / BLOCK_ROWS) * BLOCK_ROWS
         default = memory.default_ring_rows(self.shape, self.tokens)
         return self.rows if self.rows > default else None
 

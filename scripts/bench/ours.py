@@ -10,20 +10,32 @@ from torch import Tensor
 from mok_megatron.autograd import ExpertParams, apply_experts
 from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
 from mok_megatron.backends.select import create_backend
+from mok_megatron.backends.workspace import Workspace
 from mok_megatron.config import BackendName, MokConfig
 
 from .implementations import Gradients, Implementation
 from .inputs import Case
 
 TIME_LIMIT_S = 60.0
+RING_PREFIX = "mok-ring-"
 
 
 class MokLayer:
-    """See ``Layer``. With ``main_grad`` the weights have fp32 ``main_grad`` buffers, and gradients are added there."""
+    """See ``Layer``. With ``main_grad`` the weights have fp32 ``main_grad`` buffers, and gradients are added there.
 
-    def __init__(self, case: Case, *, backend: BackendName = "cuda", main_grad: bool = False) -> None:
+    ``ring_fraction`` gives the routed buffers so much of the rows that the case has, instead of all.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        *,
+        backend: BackendName = "cuda",
+        main_grad: bool = False,
+        ring_fraction: float | None = None,
+    ) -> None:
         self._case, self._fuse = case, main_grad
-        config = MokConfig(backend=backend, time_limit_s=TIME_LIMIT_S, ring_rows=case.ring_rows())
+        config = MokConfig(backend=backend, time_limit_s=TIME_LIMIT_S, ring_rows=case.ring_rows(ring_fraction))
         self._backend = create_backend(case.shape, config, case.ranks.group, case.ranks.device, torch.bfloat16)
         self._backend.reserve(case.tokens)
         probs, self._routing_map = case.dense_routing()
@@ -63,9 +75,17 @@ class MokLayer:
         x, probs = self._inputs[index]
         return self._backend.build_schedule(x.detach(), probs.detach(), self._routing_map, layer=1)
 
+    def workspace_bytes(self) -> int:
+        """See ``Layer``; the reference backend has none."""
+        workspace = self._workspace()
+        return 0 if workspace is None else int(workspace.layout.bytes + workspace.scratch_bytes.numel())
+
+    def _workspace(self) -> Workspace | None:
+        return self._backend.workspace if isinstance(self._backend, CudaBackend) else None
+
     def uncounted_bytes(self) -> int:
         """See ``Layer``: the symmetric memory of a real group, less the other sets' main_grad."""
-        workspace = self._backend.workspace if isinstance(self._backend, CudaBackend) else None
+        workspace = self._workspace()
         symmetric = 0 if workspace is None or self._case.shape.ep_size == 1 else workspace.layout.bytes
         first = self._case.copies[0]
         fp32_bytes = 4 * (first.w1.numel() + first.w2.numel()) if self._fuse else 0
@@ -82,6 +102,15 @@ def _cuda_unavailable(case: Case) -> str | None:
 
 def _never_unavailable(case: Case) -> str | None:
     return None
+
+
+def with_ring(fraction: float) -> Implementation:
+    """mok with a ring that holds ``fraction`` of the case's rows, to be compared with mok's whole one."""
+    return Implementation(
+        name=f"{RING_PREFIX}{fraction:g}",
+        build=partial(MokLayer, ring_fraction=fraction),
+        unavailable=_cuda_unavailable,
+    )
 
 
 IMPLEMENTATIONS = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from .implementations import Gradients, Implementation
 from .inputs import Case
+from .shapes import named_shapes
 from .torch_eager import grouped_experts
 
 
@@ -41,6 +42,10 @@ class _PeerLayer:
         """Not a step of its own."""
         return None
 
+    def workspace_bytes(self) -> int:
+        """Unknown, and left out."""
+        return 0
+
     def uncounted_bytes(self) -> int:
         """Unknown, and left out."""
         return 0
@@ -57,6 +62,12 @@ def _grad(leaf: Tensor) -> Tensor:
 
 def _leaf(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_()
+
+
+def _require_process_group() -> None:
+    """Some peers need torch.distributed even for a single rank."""
+    if not dist.is_initialized():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
 
 
 class MegatronLayer(_PeerLayer):
@@ -76,8 +87,7 @@ class MegatronLayer(_PeerLayer):
         from megatron.core.transformer.transformer_config import TransformerConfig
 
         shape = case.shape
-        if not dist.is_initialized():
-            dist.init_process_group("nccl", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
+        _require_process_group()
         if not parallel_state.model_parallel_is_initialized():
             parallel_state.initialize_model_parallel(
                 expert_model_parallel_size=shape.ep_size,
@@ -157,8 +167,21 @@ class SonicLayer(_PeerLayer):
         stream = torch.cuda.current_stream().cuda_stream
         first, second = w1.permute(1, 2, 0), w2.permute(1, 2, 0)
         experts = self._case.shape.num_experts
-        arguments = (x, weights, self._tokens, self._experts, first, None, second, None, experts, stream, self._swiglu)
-        y: Tensor = self._function(*arguments, not torch.is_grad_enabled(), True)[0]
+        y: Tensor = self._function(
+            x,
+            weights,
+            self._tokens,
+            self._experts,
+            first,
+            None,
+            second,
+            None,
+            experts,
+            stream,
+            self._swiglu,
+            is_inference_mode_enabled=False,  # where it is set, 0.1.2 passes None for a tensor and fails
+            concat_layout=True,  # all gate rows, then all up rows
+        )[0]
         return y
 
 
@@ -174,25 +197,46 @@ def _limit_autotuning(package: str, kept: int = 4) -> None:
 
 
 class LigerCuteLayer(_PeerLayer):
-    """liger-cute's fused layer: separate gate and up weights, router weights in bf16."""
+    """liger-cute's fused layer: separate gate and up weights, router weights in bf16.
 
-    LARGEST = {"max_tokens": 32768, "hidden_size": 7168, "num_experts": 384, "top_k": 8}  # noqa: RUF012
-    """It is configured once per process, so for the largest of the shapes."""
+    What its forward keeps for backward stays in its symmetric heap until that backward, and the heap has room for
+    one: so forward alone is timed under no_grad, where the same kernel runs and its buffers are given back.
+    """
+
+    heap_bytes: ClassVar[int | None] = None
+    """Device memory that its configuration took; once per process, and for the largest of the shapes."""
 
     def __init__(self, case: Case) -> None:
         super().__init__(case)
-        import liger_cute_kernels
         from liger_kernel.ops.cute.ops.moe import moe_fused
 
         self._function = moe_fused
-        limits = self.LARGEST | {"max_tokens": max(8192, case.tokens)}
-        config = liger_cute_kernels.MoEConfig(**limits, num_hosts=1, gpus_per_host=case.shape.ep_size, max_inflight=1)
-        liger_cute_kernels.configure(device=case.ranks.device, moe=config)
+        _require_process_group()
+        if LigerCuteLayer.heap_bytes is None:
+            before = _outside_torch()
+            self._configure(case)
+            LigerCuteLayer.heap_bytes = _outside_torch() - before
         self._experts = case.experts.int()
         for copy in case.copies:
             gate, up = (half.contiguous() for half in copy.w1.chunk(2, dim=1))
             tensors = (copy.x, case.weights.to(torch.bfloat16), gate, up, copy.w2)
             self._sets.append([_leaf(tensor) for tensor in tensors])
+
+    def _configure(self, case: Case) -> None:
+        import liger_cute_kernels
+
+        world = case.shape.ep_size
+        shapes = named_shapes().values()
+        config = liger_cute_kernels.MoEConfig(
+            max_tokens=max(8192, case.tokens),
+            hidden_size=max(shape.hidden for shape in shapes),
+            num_experts=max(shape.on_ranks(world).num_experts for shape in shapes if shape.model_experts % world == 0),
+            top_k=max(shape.top_k for shape in shapes),
+            num_hosts=1,
+            gpus_per_host=world,
+            max_inflight=1,
+        )
+        liger_cute_kernels.configure(device=case.ranks.device, moe=config)
 
     def forward(self, index: int) -> Tensor:
         """See ``Layer.forward``."""
@@ -206,9 +250,20 @@ class LigerCuteLayer(_PeerLayer):
         dx, dprobs, gate, up, dw2 = (_grad(leaf) for leaf in self._sets[index])
         return Gradients(dx=dx, dprobs=dprobs, dw1=torch.cat([gate[expert], up[expert]]), dw2=dw2[expert])
 
+    def workspace_bytes(self) -> int:
+        """Its symmetric heap, which holds what forward keeps too."""
+        return self.heap_bytes or 0
+
     def uncounted_bytes(self) -> int:
-        """Its symmetric heap is unknown; the split weights stand beside the case's own."""
-        return -sum(copy.w1.numel() * copy.w1.element_size() for copy in self._case.copies)
+        """The heap; less the split weights, which stand beside the case's own."""
+        return self.workspace_bytes() - sum(copy.w1.numel() * copy.w1.element_size() for copy in self._case.copies)
+
+
+def _outside_torch() -> int:
+    """Bytes of the current device that are taken, but not by torch's allocator."""
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
 
 
 class DeepEpLayer(_PeerLayer):
@@ -280,6 +335,7 @@ IMPLEMENTATIONS = (
         name="liger-cute",
         build=LigerCuteLayer,
         unavailable=_needs("liger_cute_kernels", "liger_kernel.ops.cute.ops.moe"),
+        saves=False,
     ),
     Implementation(
         name="deep-ep",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .ours import RING_PREFIX
 from .runner import Result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,7 @@ BASELINES = ("eager", "megatron-te", "sonicmoe", "liger-cute", "deep-ep")
 
 _COLUMNS = (
     "shape", "T", "W", "routing", "direction", "implementation", "ms", "TFLOP/s", "of cuBLAS", "of sustained",
-    "faster than", "launches", "host us", "schedule us", "peak GiB", "error",
+    "faster than", "launches", "host us", "schedule us", "peak GiB (workspace)", "error",
 )  # fmt: skip
 
 
@@ -67,13 +68,36 @@ def _cells(result: Result, results: Sequence[Result]) -> list[str]:
         _optional(result.get("launches"), "d"),
         _optional(result.get("host_us"), ".0f"),
         "-" if schedule is None else f"{schedule * 1e3:.0f} ({schedule / result['ms']:.1%})",
-        "-" if "peak_bytes" not in result else f"{result['peak_bytes'] / 2**30:.2f}",
+        _memory(result),
         f"{result['relative_error']:.1e}",
     ]
 
 
+def _memory(result: Result) -> str:
+    if "peak_bytes" not in result:
+        return "-"
+    workspace = result.get("workspace_bytes", 0)
+    return f"{result['peak_bytes'] / 2**30:.2f}" + (f" ({workspace / 2**30:.2f})" if workspace else "")
+
+
 def _optional(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def ring_lines(results: Sequence[Result]) -> str:
+    """How much longer each call takes with part of the ring than with the whole one, of the same case."""
+    lines = []
+    for result in results:
+        if "ms" not in result or not result["implementation"].startswith(RING_PREFIX):
+            continue
+        keys = ("shape", "T", "W", "routing", "direction")
+        whole = [r for r in results if r["implementation"] == "mok" and all(r.get(key) == result[key] for key in keys)]
+        lines += [
+            f"{result['implementation']} on {result['shape']['name']} T={result['T']} {result['routing']}, "
+            f"{result['direction']}: {result['ms'] / full['ms']:.2f} times mok's time"
+            for full in whole
+        ]
+    return "\n".join(lines)
 
 
 def cublas_lines(results: Sequence[Result]) -> str:

@@ -83,33 +83,40 @@ def _time(
         with torch.set_grad_enabled(saves):
             layer.forward(index % sets)
 
-    def both(index: int) -> None:
-        index %= sets
-        layer.clear_gradients(index)
-        layer.forward(index).backward(case.copies[index].dy)
+    def clear(index: int) -> None:
+        layer.clear_gradients(index % sets)
 
-    def one_set(call: Any) -> int:
+    def forward_backward(index: int) -> None:
+        layer.forward(index % sets).backward(case.copies[index % sets].dy)
+
+    def both(index: int) -> None:
+        clear(index)
+        forward_backward(index)
+
+    def memory(call: Any) -> Result:
         for index in range(sets):
-            layer.clear_gradients(index)
-        return int(meter.peak_bytes(lambda index: call(0)) - before + case.copies[0].bytes + layer.uncounted_bytes())
+            clear(index)
+        peak = meter.peak_bytes(lambda index: call(0)) - before + case.copies[0].bytes + layer.uncounted_bytes()
+        return {"peak_bytes": int(peak), "workspace_bytes": layer.workspace_bytes()}
 
     common = _describe(case, entry) | {"saves": saves}
-    timed = meter.time(forward, options.iterations)
+    timed, host_us = meter.time(forward, options.iterations), meter.host_us(forward)
     results = []
     if "forward" in options.directions & entry.directions:
-        measured = _numbers(timed, case, 1) | {"host_us": meter.host_us(forward), "peak_bytes": one_set(forward)}
+        measured = _numbers(timed, case, 1) | {"host_us": host_us} | memory(forward)
         if entry.has_schedule:
             measured["schedule_ms"] = meter.time(lambda index: layer.schedule(index % sets), options.iterations).ms
         results.append(common | {"direction": "forward"} | measured | {"launches": meter.launches(forward)})
     if "backward" in options.directions & entry.directions:
-        whole = meter.time(both, options.iterations)
-        measured = _numbers(whole, case, 3) | {"host_us": meter.host_us(both), "peak_bytes": one_set(both)}
+        whole, both_us = meter.time(both, options.iterations), meter.host_us(forward_backward, clear)
+        measured = _numbers(whole, case, 3) | {"host_us": both_us} | memory(both)
         results.append(common | {"direction": "forward+backward"} | measured | {"launches": meter.launches(both)})
         ms = whole.ms - timed.ms
         difference = Timing(ms=ms, low_ms=ms, high_ms=ms, iterations=whole.iterations)
-        results.append(common | {"direction": "backward"} | _numbers(difference, case, 2))
+        measured = _numbers(difference, case, 2) | {"host_us": both_us - host_us}
+        results.append(common | {"direction": "backward"} | measured)
     for index in range(sets):
-        layer.clear_gradients(index)
+        clear(index)
     return results
 
 

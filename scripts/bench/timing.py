@@ -56,8 +56,8 @@ class Meter(Protocol):
         """Device time of a call; enough iterations for a stable median unless given. Collective."""
         ...
 
-    def host_us(self, call: Call) -> float:
-        """Host time per call, in microseconds, without waiting for the device."""
+    def host_us(self, call: Call, prepare: Call | None = None) -> float:
+        """Host time per call, in microseconds, without waiting for the device, nor for ``prepare`` before it."""
         ...
 
     def launches(self, call: Call) -> int | None:
@@ -109,11 +109,13 @@ class CudaMeter:
         end.synchronize()
         return float(start.elapsed_time(end))
 
-    def host_us(self, call: Call) -> float:
+    def host_us(self, call: Call, prepare: Call | None = None) -> float:
         """See ``Meter.host_us``. A call that waits for the device itself shows that wait."""
         torch.cuda.synchronize()
         times = []
         for index in range(HOST_CALLS):
+            if prepare is not None:
+                prepare(index)
             begin = time.perf_counter()
             call(index)
             times.append(time.perf_counter() - begin)

@@ -99,6 +99,10 @@ class EagerLayer:
         """It has none."""
         return None
 
+    def workspace_bytes(self) -> int:
+        """It has none."""
+        return 0
+
     def uncounted_bytes(self) -> int:
         """See ``Layer``; NCCL's own buffers are left out."""
         return 0
