@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from mok_megatron.config import Activation
-from scripts.bench import peers
 from scripts.bench.implementations import registry
+from scripts.bench.peers import liger_cute
 from scripts.bench.torch_eager import grouped_experts
 from tests.test_bench import measure, tiny_case
 
@@ -47,11 +47,19 @@ def test_sonicmoe_is_called_as_its_signature_says(monkeypatch: pytest.MonkeyPatc
 
     _stand_in(monkeypatch, "sonicmoe")
     _stand_in(monkeypatch, "sonicmoe.enums", ActivationType=types.SimpleNamespace(SWIGLU="swiglu"))
-    _stand_in(monkeypatch, "sonicmoe.functional", moe_general_routing_inputs=moe_general_routing_inputs)
-    monkeypatch.setattr(peers, "_limit_autotuning", lambda package: None)
+    gather = types.SimpleNamespace(token_gather_sum_kernel=types.SimpleNamespace(configs=[]))
+    _stand_in(
+        monkeypatch,
+        "sonicmoe.functional",
+        moe_general_routing_inputs=moe_general_routing_inputs,
+        reduction_over_k_gather=gather,
+    )
+    _stand_in(monkeypatch, "triton", Config=lambda blocks, num_warps, num_stages: (blocks, num_warps))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: types.SimpleNamespace(cuda_stream=0))
     results = measure(tiny_case(), [registry()["sonicmoe"]])
     assert [r.get("error") or r.get("unavailable") for r in results] == [None] * 3
+    assert len(gather.token_gather_sum_kernel.configs) == 6
+    assert gather.token_gather_sum_kernel.configs[0] == ({"BLOCK_H": 512, "BLOCK_K": 2}, 4)
 
 
 def test_liger_cute_has_room_for_one_forward(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +96,9 @@ def test_liger_cute_has_room_for_one_forward(monkeypatch: pytest.MonkeyPatch) ->
         _stand_in(monkeypatch, name)
     _stand_in(monkeypatch, "liger_kernel.ops.cute.ops.moe", moe_fused=moe_fused)
     _stand_in(monkeypatch, "liger_cute_kernels", configure=configure, MoEConfig=dict)
-    monkeypatch.setattr(peers, "_require_process_group", lambda: None)
-    monkeypatch.setattr(peers, "_outside_torch", lambda: next(taken))
-    monkeypatch.setattr(peers.LigerCuteLayer, "heap_bytes", None)
+    monkeypatch.setattr(liger_cute, "require_process_group", lambda: None)
+    monkeypatch.setattr(liger_cute, "_outside_torch", lambda: next(taken))
+    monkeypatch.setattr(liger_cute.LigerCuteLayer, "heap_bytes", None)
     case = tiny_case()
     results = measure(case, [registry()["liger-cute"]] * 2)
     assert [r.get("error") or r.get("unavailable") for r in results] == [None] * 6
