@@ -17,7 +17,7 @@ from .ours import RING_PREFIX
 from .runner import Result
 
 ROOT = Path(__file__).resolve().parents[2]
-BASELINES = ("eager", "megatron-te", "sonicmoe", "liger-cute", "deep-ep")
+BASELINES = ("eager", "megatron-te", "megatron-te-main-grad", "sonicmoe", "liger-cute", "deep-ep")
 
 _COLUMNS = (
     "shape", "T", "W", "routing", "direction", "implementation", "ms", "TFLOP/s", "of cuBLAS", "of sustained",

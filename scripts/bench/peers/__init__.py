@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from functools import partial
 
 from ..implementations import Implementation
 from ..inputs import Case
@@ -36,11 +37,15 @@ def _needs(
     return unavailable
 
 
+_no_megatron = _needs("transformer_engine.pytorch", "megatron.core.models.gpt.moe_module_specs")
+
 IMPLEMENTATIONS = (
+    Implementation(name="megatron-te", build=MegatronLayer, unavailable=_no_megatron),
     Implementation(
-        name="megatron-te",
-        build=MegatronLayer,
-        unavailable=_needs("transformer_engine.pytorch", "megatron.core.models.gpt.moe_module_specs"),
+        name="megatron-te-main-grad",
+        build=partial(MegatronLayer, main_grad=True),
+        unavailable=_no_megatron,
+        directions=frozenset({"backward"}),
     ),
     Implementation(name="sonicmoe", build=SonicLayer, unavailable=_needs("sonicmoe", world=lambda ranks: ranks == 1)),
     Implementation(

@@ -14,10 +14,14 @@ from .base import PeerLayer, grad, leaf, require_process_group
 
 
 class MegatronLayer(PeerLayer):
-    """Megatron's MoELayer behind its router: alltoall dispatcher, TEGroupedMLP of Transformer Engine."""
+    """Megatron's MoELayer behind its router: alltoall dispatcher, TEGroupedMLP of Transformer Engine.
 
-    def __init__(self, case: Case) -> None:
+    With ``main_grad`` the experts' gradients are added to fp32 ``main_grad`` buffers in the products themselves.
+    """
+
+    def __init__(self, case: Case, *, main_grad: bool = False) -> None:
         super().__init__(case)
+        self._fuse = main_grad
         self._layers = [self._make(case, index) for index in range(len(case.copies))]
         probs, self._routing_map = case.dense_routing()
         for copy, layer in zip(case.copies, self._layers, strict=True):
@@ -57,14 +61,18 @@ class MegatronLayer(PeerLayer):
             bias_activation_fusion=True,
             bf16=True,
             params_dtype=torch.bfloat16,
+            gradient_accumulation_fusion=self._fuse,
             expert_model_parallel_size=shape.ep_size,
         )
         layer = get_moe_module_spec(use_te=True, num_experts=shape.num_experts, moe_grouped_gemm=True)(config)
         layer.set_layer_number(1)
         copy = case.copies[index]
         for expert in range(shape.experts_per_rank):
-            getattr(layer.experts.linear_fc1, f"weight{expert}").data = copy.w1[expert]
-            getattr(layer.experts.linear_fc2, f"weight{expert}").data = copy.w2[expert]
+            for linear, weights in ((layer.experts.linear_fc1, copy.w1), (layer.experts.linear_fc2, copy.w2)):
+                parameter = getattr(linear, f"weight{expert}")
+                parameter.data = weights[expert]
+                if self._fuse:
+                    parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
         return layer.cuda()
 
     def forward(self, index: int) -> Tensor:
@@ -80,9 +88,12 @@ class MegatronLayer(PeerLayer):
         """See ``Layer``."""
         x, probs, *_ = self._sets[index]
         experts = self._layers[index].experts
-        return Gradients(
-            dx=grad(x)[:, 0],
-            dprobs=grad(probs).gather(1, self._case.experts),
-            dw1=grad(getattr(experts.linear_fc1, f"weight{expert}")),
-            dw2=grad(getattr(experts.linear_fc2, f"weight{expert}")),
-        )
+        w1, w2 = (getattr(linear, f"weight{expert}") for linear in (experts.linear_fc1, experts.linear_fc2))
+        dw1, dw2 = (w1.main_grad, w2.main_grad) if self._fuse else (grad(w1), grad(w2))
+        return Gradients(dx=grad(x)[:, 0], dprobs=grad(probs).gather(1, self._case.experts), dw1=dw1, dw2=dw2)
+
+    def uncounted_bytes(self) -> int:
+        """See ``Layer``: less the other sets' main_grad."""
+        first = self._case.copies[0]
+        fp32_bytes = 4 * (first.w1.numel() + first.w2.numel()) if self._fuse else 0
+        return -(len(self._case.copies) - 1) * fp32_bytes
