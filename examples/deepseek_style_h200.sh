@@ -31,7 +31,7 @@ model=(
 attention=(
   --multi-latent-attention --qk-layernorm --num-attention-heads 16 --kv-channels 128
   --q-lora-rank 768 --kv-lora-rank 512 --qk-head-dim 64 --qk-pos-emb-head-dim 64 --v-head-dim 128
-  --position-embedding-type rope --rope-type rope --no-rope-fusion --attention-backend fused
+  --position-embedding-type rope --rope-type rope --no-rope-fusion
 )
 experts=(
   --moe-token-dispatcher-type "${DISPATCHER:-mok}" --moe-grouped-gemm --moe-permute-fusion

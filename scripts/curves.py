@@ -147,7 +147,7 @@ def draw(path: Path, curves: Mapping[str, Curve], reference: str, title: str) ->
         2, 1, sharex=True, figsize=(8, 6.5), height_ratios=(3, 1.4), layout="constrained"
     )
     styles = [{"linewidth": 4, "alpha": 0.35}, {"linewidth": 1.4}, {"linewidth": 1.4, "linestyle": "--"}]
-    for (name, curve), style in zip(curves.items(), styles, strict=True):
+    for (name, curve), style in zip(curves.items(), styles, strict=False):
         iterations = sorted(curve)
         above.plot(iterations, [curve[i].loss for i in iterations], label=name, **style)
         if name != reference:

@@ -116,6 +116,7 @@ class Recorder:
             "step_ms": [1000 * (end - begin) for begin, end in zip(self._seconds, self._seconds[1:], strict=False)],
             "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
             "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+            "device_bytes": _device_bytes(),
         }
         unfinished = self._path.with_suffix(".tmp")
         unfinished.write_text(json.dumps(report), encoding="utf-8")
@@ -133,6 +134,12 @@ def describe(models: list[torch.nn.Module]) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(),
         "versions": {name: _version(name) for name in ("torch", "megatron-core", "transformer-engine")},
     }
+
+
+def _device_bytes() -> int:
+    """What is taken on the device now, by every process and by the driver."""
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free)
 
 
 def _version(package: str) -> str:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from scripts.moe_marks import MoeMarks, _Mark, summarize
+from scripts import real_run
+from scripts.moe_marks import MoeMarks, _Mark, read_trace, summarize
 from scripts.record_run import digest, steps_of
 from tests.megatron_versions import ROOT, environment, megatron_versions
 
@@ -141,7 +142,70 @@ def test_ranges_of_steps() -> None:
 
 
 def test_json_of_a_profile_is_read(tmp_path: Path) -> None:
-    from scripts.moe_marks import read_trace
-
     (tmp_path / "trace.json").write_text(json.dumps({"traceEvents": PROFILE}))
     assert read_trace(tmp_path / "trace.json", steps=1)["busy_ms"] == 18.0
+
+
+def report(
+    steps: range, *, scale: float = 1.0, ms: float = 80.0, digests: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """A run whose loss falls from 5 towards 2, with a profile of its last 3 steps."""
+    return {
+        "steps": list(steps),
+        "losses": {"lm loss": [scale * (2 + 3 / step) for step in steps]},
+        "grad_norms": [1.0 / step for step in steps],
+        "step_ms": [ms if step < steps[-1] - 2 else 10 * ms for step in steps[1:]],
+        "digests": digests or {},
+        "parameters": 2_280_000_000,
+        "device": "a GPU",
+        "peak_allocated_bytes": 50 * 2**30,
+        "device_bytes": 60 * 2**30,
+        "moe_ms": {"steps": [110, 119], "forward": ms / 8, "backward": ms / 4},
+        "profile": summarize(PROFILE, steps=1),
+    }
+
+
+def test_runs_that_agree_and_runs_that_do_not() -> None:
+    whole = report(range(1, 301), digests={"150": "a", "300": "b"})
+    stopped = report(range(1, 151), digests={"150": "a"})
+    resumed = report(range(151, 301), digests={"300": "b"})
+    runs = {
+        "mok": whole,
+        "alltoall": report(range(1, 301), scale=1.0005),
+        "mok-stopped": stopped,
+        "mok-resumed": resumed,
+    }
+    assert [item.holds for item in real_run.verdicts(runs)] == [True] * 3
+    assert "weights compared after 300" in real_run.verdicts(runs)[2].numbers
+
+    assert not real_run.verdicts({**runs, "alltoall": report(range(1, 301), scale=1.003)})[0].holds
+    other_weights = real_run.same_bits("", {**resumed, "digests": {"300": "c"}}, whole)
+    assert not other_weights.holds
+    assert "weights differ after step 300" in other_weights.numbers
+    one_bit = {**resumed, "grad_norms": [*resumed["grad_norms"][:-1], 1.0000001 / 300]}
+    assert "first different step 300" in real_run.same_bits("", one_bit, whole).numbers
+    assert not real_run.same_bits("", {**resumed, "digests": {}}, whole).holds
+
+
+def test_speed_leaves_out_warm_up_and_profiled_steps() -> None:
+    found = real_run.speed(report(range(1, 201), ms=80.0))
+    assert found["median ms per step"] == found["mean ms per step"] == 80.0
+    assert found["tokens per second"] == pytest.approx(8192 / 0.08)
+    assert found["MoE share of the step %"] == pytest.approx(37.5)
+    assert found["profile: MoE share of busy %"] == pytest.approx(100 * 14 / 18)
+
+
+def test_results_are_written_into_the_page(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n<!-- results -->\nold\n<!-- /results -->\nafter\n")
+    runs = {"mok": report(range(1, 201)), "alltoall": report(range(1, 201), ms=160.0)}
+    for _ in range(2):  # writing again replaces
+        real_run.write_into(page, runs)
+        lines = page.read_text().splitlines()
+        assert (lines[0], lines[-1], lines.count("| median ms per step | 80.0 | 160.0 |")) == ("before", "after", 1)
+        assert "old" not in lines
+    assert (tmp_path / "page.png").stat().st_size > 0
+    assert (tmp_path / "page.csv").read_text().startswith("iteration,alltoall loss,")
+    page.write_text("no marks")
+    with pytest.raises(ValueError, match="lacks the marks"):
+        real_run.write_into(page, runs)

@@ -1,0 +1,232 @@
+"""Evaluate the long runs on one H200: are they what they should be, how fast, how much of a step is MoE?
+
+``real_run.py FOLDER`` reads the reports of scripts/record_run.py in the folder (``mok.json`` and so on) and prints the
+verdicts; exit code 1 when one is bad. ``--into docs/benchmarks/real-run-h200.md`` writes the tables between the page's
+marks, and picture and numbers beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from scripts import curves
+
+TOKENS_PER_STEP = 4 * 2048
+"""Of examples/deepseek_style_h200.sh."""
+
+WARM = 100
+"""Steps before timing counts: compilation, autotuning, clocks."""
+
+LIMITS = {"first": 2e-3, "window": 2e-2, "end": 1e-2}
+"""``mok`` against ``alltoall``, relative: each of the first 10 losses; means over 50 steps; the mean of the last 100.
+
+The first losses differ by the rounding of bf16 alone, and such a difference grows by the step. Later on, two right runs
+go different ways around the same curve (docs/quickstart.md, "How near is near enough").
+"""
+
+Report = Mapping[str, Any]
+
+
+def load(folder: Path) -> dict[str, Report]:
+    """Reports by name."""
+    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.json"))}
+
+
+def curve(report: Report) -> dict[int, curves.Point]:
+    """Step -> loss, gradient norm and milliseconds (0 for the first step, which nothing times)."""
+    values = zip(
+        report["steps"], report["losses"]["lm loss"], report["grad_norms"], [0.0, *report["step_ms"]], strict=True
+    )
+    return {step: curves.Point(loss=loss, grad_norm=norm, ms=ms) for step, loss, norm, ms in values}
+
+
+def means(points: curves.Curve, width: int) -> dict[int, curves.Point]:
+    """Means over each ``width`` steps, under the number of the last; an incomplete rest is left out."""
+    steps = sorted(points)
+    found = {}
+    for first in range(0, len(steps) - width + 1, width):
+        window = [points[step] for step in steps[first : first + width]]
+        found[steps[first + width - 1]] = curves.Point(
+            loss=statistics.fmean(point.loss for point in window),
+            grad_norm=statistics.fmean(point.grad_norm for point in window),
+            ms=statistics.fmean(point.ms for point in window),
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """One statement about the runs, whether it holds, and the numbers behind it."""
+
+    what: str
+    holds: bool
+    numbers: str
+
+
+def same_bits(what: str, got: Report, expected: Report) -> Verdict:
+    """Losses, gradient norms and digests of the steps that both have are equal. No common digest is a failure."""
+    ours, theirs = curve(got), curve(expected)
+    steps = sorted(set(ours) & set(theirs))
+    key = {
+        step: (ours[step].loss, ours[step].grad_norm) == (theirs[step].loss, theirs[step].grad_norm) for step in steps
+    }
+    different = [step for step in steps if not key[step]]
+    digests = sorted(set(got["digests"]) & set(expected["digests"]), key=int)
+    bad = [step for step in digests if got["digests"][step] != expected["digests"][step]]
+    numbers = f"{len(steps)} steps {steps[0]} to {steps[-1]}" if steps else "no common step"
+    numbers += f", first different step {different[0]}" if different else ""
+    numbers += (
+        f", weights differ after step {bad[0]}" if bad else f", weights compared after {', '.join(digests) or 'none'}"
+    )
+    return Verdict(what=what, holds=bool(steps and digests) and not different and not bad, numbers=numbers)
+
+
+def differences(got: curves.Curve, reference: curves.Curve) -> dict[str, float]:
+    """Largest relative difference of the first 10 losses, and of means over 50 steps; difference of the end's mean."""
+    steps = sorted(set(got) & set(reference))
+    ours, theirs = ({step: points[step] for step in steps} for points in (got, reference))
+    wide, other = means(ours, 50), means(theirs, 50)
+    end, other_end = means(ours, 100), means(theirs, 100)
+    return {
+        "first": max(curves.relative_difference(ours[step].loss, theirs[step].loss) for step in steps[:10]),
+        "window": max(curves.relative_difference(wide[step].loss, other[step].loss) for step in wide),
+        "end": curves.relative_difference(end[max(end)].loss, other_end[max(end)].loss),
+    }
+
+
+def verdicts(reports: Mapping[str, Report]) -> list[Verdict]:
+    """Everything that can be said of the reports that are there."""
+    found = []
+    if {"mok", "alltoall"} <= set(reports):
+        distance = differences(curve(reports["mok"]), curve(reports["alltoall"]))
+        found.append(
+            Verdict(
+                what="mok / alltoall: the same loss curve",
+                holds=all(distance[name] <= limit for name, limit in LIMITS.items()),
+                numbers=_shown(distance),
+            )
+        )
+    if {"alltoall-other-seed", "alltoall"} <= set(reports):
+        distance = differences(curve(reports["alltoall-other-seed"]), curve(reports["alltoall"]))
+        found.append(
+            Verdict(what="alltoall, other seed / alltoall, for comparison", holds=True, numbers=_shown(distance))
+        )
+    for name, reference, what in (
+        ("mok-stopped", "mok", "mok again, the same bits"),
+        ("mok-again", "mok", "mok again, the same bits"),
+        ("mok-resumed", "mok", "mok stopped and resumed, the same bits"),
+        ("mok-3-resumed", "mok-3-whole", "mok of 3 layers stopped and resumed, the same bits"),
+    ):
+        if {name, reference} <= set(reports):
+            found.append(same_bits(what, reports[name], reports[reference]))
+    return found
+
+
+def _shown(distance: Mapping[str, float]) -> str:
+    return (
+        f"first 10 losses within {distance['first']:.1e}, means over 50 steps within {distance['window']:.1e}, "
+        f"mean of the last 100 within {distance['end']:.1e}"
+    )
+
+
+def speed(report: Report) -> dict[str, float]:
+    """Milliseconds per step after the warm-up, tokens per second, memory, and the MoE layers' part; see the page."""
+    points = curve(report)
+    profiled = 3 if "profile" in report else 0  # the last steps, slowed down by the profiler
+    steps = [step for step in sorted(points)[: -profiled or None] if step > WARM]
+    times = [points[step].ms for step in steps]
+    found = {
+        "median ms per step": statistics.median(times),
+        "mean ms per step": statistics.fmean(times),
+        "tokens per second": TOKENS_PER_STEP * len(times) / (sum(times) / 1000),
+        "peak GiB": report["peak_allocated_bytes"] / 2**30,
+        "GiB on the device": report["device_bytes"] / 2**30,
+    }
+    if "moe_ms" in report:
+        first, last = report["moe_ms"]["steps"]
+        window = statistics.fmean(points[step].ms for step in range(first, last + 1))
+        forward, backward = report["moe_ms"]["forward"], report["moe_ms"]["backward"]
+        found |= {
+            "MoE forward ms": forward,
+            "MoE backward ms": backward,
+            "MoE share of the step %": 100 * (forward + backward) / window,
+        }
+    if profiled:
+        profile = report["profile"]
+        busy = sum(profile["moe_busy_ms"].values())
+        found |= {
+            "profile: GPU busy ms": profile["busy_ms"],
+            "profile: MoE busy ms": busy,
+            "profile: MoE share of busy %": 100 * busy / profile["busy_ms"],
+            "profile: launches": profile["launches"],
+            "profile: MoE launches": profile["moe_launches"],
+        }
+    return found
+
+
+def tables(reports: Mapping[str, Report]) -> str:
+    """Markdown: verdicts, then numbers of the timed runs."""
+    lines = ["| | | |", "|---|---|---|"]
+    lines += [f"| {item.what} | {'yes' if item.holds else 'NO'} | {item.numbers} |" for item in verdicts(reports)]
+    numbers = {name: speed(reports[name]) for name in ("mok", "alltoall") if name in reports}
+    lines += ["", f"| | {' | '.join(numbers)} |", "|---|" + "---:|" * len(numbers)]
+    for row in next(iter(numbers.values())):
+        lines.append(f"| {row} | {' | '.join(f'{values[row]:,.1f}' for values in numbers.values())} |")
+    for name in numbers:
+        lines += ["", f"The longest kernels of `{name}`, ms and launches per step:", "", "| kernel | ms | launches |"]
+        lines.append("|---|---:|---:|")
+        kernels = reports[name].get("profile", {}).get("kernels", [])[:10]
+        lines += [f"| `{kernel[:70]}` | {ms:.2f} | {count:.0f} |" for kernel, ms, count in kernels]
+    return "\n".join(lines)
+
+
+MARKS = "<!-- results -->", "<!-- /results -->"
+
+
+def write_into(page: Path, reports: Mapping[str, Report]) -> None:
+    """Put the tables between the page's marks, and picture and numbers beside it. Raises ValueError without marks."""
+    text = page.read_text(encoding="utf-8")
+    before, begin, rest = text.partition(MARKS[0])
+    _, end, after = rest.partition(MARKS[1])
+    if not begin or not end:
+        raise ValueError(f"{page} lacks the marks {MARKS[0]} and {MARKS[1]}")
+    picture, numbers = page.with_suffix(".png"), page.with_suffix(".csv")
+    links = f"![Loss curves]({picture.name})\n\nEvery step: [{numbers.name}]({numbers.name})."
+    page.write_text(f"{before}{begin}\n{tables(reports)}\n\n{links}\n{end}{after}", encoding="utf-8")
+    named = {"alltoall": "alltoall", "mok": "mok", "alltoall-other-seed": "alltoall, other seed"}
+    shown = {title: curve(reports[name]) for name, title in named.items() if name in reports}
+    curves.write_csv(numbers, shown)
+    devices = sorted({report["device"] for report in reports.values()})
+    title = f"DeepSeek-style, {next(iter(reports.values()))['parameters'] / 1e9:.2f}e9 parameters, {', '.join(devices)}"
+    averaged = {name: means(points, 10) for name, points in shown.items()}
+    curves.draw(picture, averaged, "alltoall", f"{title}; means over 10 steps")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Evaluate the long runs' reports.")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--into", type=Path, metavar="PAGE.md")
+    options = parser.parse_args()
+    reports = {name: report for name, report in load(options.folder).items() if not name.startswith("smoke-")}
+    found = verdicts(reports)
+    for item in found:
+        print(f"{'yes' if item.holds else 'NO ':3}  {item.what}: {item.numbers}")
+    for name in ("mok", "alltoall"):
+        if name in reports:
+            print(f"{name}: " + ", ".join(f"{key} {value:,.1f}" for key, value in speed(reports[name]).items()))
+    if options.into is not None:
+        write_into(options.into, reports)
+    return 0 if found and all(item.holds for item in found) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
