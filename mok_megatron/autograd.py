@@ -54,8 +54,9 @@ class ExpertParams:
         """Views ``[out, in]`` per expert of ``tensors``, which have the parameters' shapes (weights, gradients)."""
         if len(tensors) == self.num_experts and tensors[0].dim() == 2:
             return list(tensors)
-        grouped = tensors[0]
-        return list(grouped.view(self.num_experts, -1, grouped.shape[-1]).unbind(0))
+        # Transformer Engine's GroupedTensor has a storage of its own, which only its flat view gives.
+        flat = tensors[0].view(-1)
+        return list(flat.view(self.num_experts, -1, tensors[0].shape[-1]).unbind(0))
 
     def matrices(self) -> list[Tensor]:
         """The weights ``[out, in]`` per expert, detached."""
@@ -179,8 +180,7 @@ class _Sinks:
             if fused:
                 self.tensors.append(main)
             elif need:
-                new = torch.zeros_like if self.accumulate else torch.empty_like
-                self.tensors.append(new(parameter, memory_format=torch.contiguous_format))
+                self.tensors.append(_plain_like(parameter, zeros=self.accumulate))
             else:
                 self.tensors.append(None)
 
@@ -198,11 +198,16 @@ class _Sinks:
                 zeros = bool(getattr(parameter, "zero_out_wgrad", False))
                 key = (parameter.shape, parameter.dtype, zeros)
                 if key not in shared:
-                    new = torch.zeros_like if zeros else torch.empty_like
-                    shared[key] = new(parameter, memory_format=torch.contiguous_format)
+                    shared[key] = _plain_like(parameter, zeros=zeros)
                 tensor = shared[key].detach()  # another tensor for each, as autograd keeps them
             returned.append(tensor)
         return returned
+
+
+def _plain_like(parameter: Tensor, *, zeros: bool) -> Tensor:
+    """Contiguous, of the parameter's shape and dtype, and an ordinary tensor whatever the parameter is."""
+    new = torch.zeros if zeros else torch.empty
+    return new(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _split_sinks(params: ExpertParams, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -221,3 +221,42 @@ def test_placeholders_of_a_shape_share_memory() -> None:
         grads = [parameter.grad for parameter in params.parameters]
         assert len({id(grad) for grad in grads}) == len(grads) > 1
         assert len({grad.data_ptr() for grad in grads if grad is not None}) == 1
+
+
+class _FlatViewOnly(torch.Tensor):
+    """As Transformer Engine's GroupedTensor: no storage of its own, and a flat view as the only way to the values."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor) -> _FlatViewOnly:
+        tensor: _FlatViewOnly = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)  # type: ignore[attr-defined]
+        tensor.held = held
+        return tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return cls(args[0].held)
+        if func == torch.ops.aten.view.default and list(args[1]) in ([-1], [args[0].numel()]):
+            return args[0].held.view(-1)
+        raise NotImplementedError(f"{func} of a tensor that has a flat view only")
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_grouped_weight_that_only_has_a_flat_view(fuse: bool) -> None:
+    found = []
+    for wrap in (torch.nn.Parameter, lambda weight: torch.nn.Parameter(_FlatViewOnly(weight))):
+        layer = make_layer(grouping="grouped_3d")
+        weights = [wrap(params.parameters[0].detach()) for params in (layer.w1, layer.w2)]
+        layer.w1, layer.w2 = (ExpertParams((weight,), layer.inputs.w1.shape[0]) for weight in weights)
+        layer.fuse = fuse
+        for weight in weights:
+            weight.main_grad = torch.zeros(weight.shape, dtype=torch.float64)  # type: ignore[attr-defined]
+        x = leaf(layer.inputs.x)
+        y = layer(x)
+        y.backward(layer.inputs.dy)
+        gradients = [weight.main_grad if fuse else weight.grad for weight in weights]  # type: ignore[attr-defined]
+        assert all(type(weight.grad) is Tensor and weight.grad.shape == weight.shape for weight in weights)
+        found.append([y.detach(), x.grad, *gradients])
+    assert all(torch.equal(plain, wrapped) for plain, wrapped in zip(*found, strict=True))
