@@ -126,7 +126,7 @@ def config_arguments(dispatcher: str = "mok", **changes: Any) -> dict[str, Any]:
 
 
 def build(dispatcher: str = "mok", *, seed: int = 1, **changes: Any) -> Any:
-    """One MoELayer with SequentialMLP experts (Transformer Engine does not run on the CPU).
+    """One MoELayer, with SequentialMLP experts unless ``moe_grouped_gemm`` asks for Transformer Engine's TEGroupedMLP.
 
     Weights have unit gain; experts differ from rank to rank, everything else is the same on all ranks.
     """
@@ -151,11 +151,12 @@ def build(dispatcher: str = "mok", *, seed: int = 1, **changes: Any) -> Any:
 
 
 def build_layer(config: Any) -> Any:
-    """MoELayer as Megatron's own layer spec makes it."""
+    """MoELayer as Megatron's own layer spec makes it: the one of Transformer Engine with ``moe_grouped_gemm``."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.transformer.spec_utils import build_module
 
-    spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False)
+    grouped = config.moe_grouped_gemm
+    spec = get_moe_module_spec(use_te=grouped, num_experts=config.num_moe_experts, moe_grouped_gemm=grouped)
     # 0.19 hands out a partial of MoELayer, earlier versions a ModuleSpec.
     return spec(config=config) if callable(spec) else build_module(spec, config=config)
 
@@ -163,6 +164,33 @@ def build_layer(config: Any) -> Any:
 def build_twins(**changes: Any) -> dict[str, Any]:
     """The two layers, with the same weights."""
     return {dispatcher: build(dispatcher, **changes) for dispatcher in ("alltoall", "mok")}
+
+
+def expert_parameters(layer: Any, linear: str) -> dict[str, Tensor]:
+    """Name among the experts' parameters -> weight ``[out, in]`` of each local expert, for either expert module."""
+    experts = layer.experts
+    if hasattr(experts, "local_experts"):
+        local = enumerate(experts.local_experts)
+        return {f"local_experts.{i}.{linear}.weight": getattr(expert, linear).weight for i, expert in local}
+    module = getattr(experts, linear)
+    return {f"{linear}.weight{i}": getattr(module, f"weight{i}") for i in range(layer.num_local_experts)}
+
+
+def add_main_grads(layer: Any, dtype: torch.dtype) -> None:
+    """Give every parameter a zero ``main_grad`` of ``dtype``, as DistributedDataParallel does."""
+    for parameter in layer.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape, dtype=dtype, device=parameter.device)
+        parameter.grad_added_to_main_grad = False
+
+
+def take_gradient(parameter: Any) -> Tensor | None:
+    """The gradient of the last backward, out of ``main_grad`` where it went there; both are cleared."""
+    found, parameter.grad = parameter.grad, None
+    if getattr(parameter, "grad_added_to_main_grad", False):
+        found = parameter.main_grad.clone()
+        parameter.main_grad.zero_()
+        parameter.grad_added_to_main_grad = False
+    return found
 
 
 def tokens(
@@ -193,7 +221,7 @@ def run(layer: Any, x: Tensor, **forward_arguments: Any) -> dict[str, Tensor]:
     handle.remove()
     found = {"y": y.detach(), "dx": x.grad, "dprobs": routed[-1].grad}
     for name, parameter in layer.named_parameters():
-        found[f"d {name}"], parameter.grad = parameter.grad, None
+        found[f"d {name}"] = take_gradient(parameter)
     return found
 
 
@@ -207,14 +235,17 @@ def run_behind_router(layer: Any, x: Tensor, probs: Tensor, routing_map: Tensor,
     y.backward(dy)
     found = {"y": y.detach(), "dx": x.grad, "dprobs": probs.grad}
     for name, parameter in layer.experts.named_parameters():
-        found[f"d {name}"], parameter.grad = parameter.grad, None
+        found[f"d {name}"] = take_gradient(parameter)
     return found
 
 
 def errors_behind_router(
-    rank: int, world: int, changes: dict[str, Any], probs_dtype: torch.dtype
+    rank: int, world: int, changes: dict[str, Any], probs_dtype: torch.dtype, main_grad: torch.dtype | None = None
 ) -> dict[str, tuple[float, float]]:
-    """The part behind the router of a bf16 layer: quantity -> errors of ``mok`` and of ``alltoall`` against fp64."""
+    """The part behind the router of a bf16 layer: quantity -> errors of ``mok`` and of ``alltoall`` against fp64.
+
+    With ``main_grad`` the weights' gradients are those that fused accumulation leaves in a main_grad of this dtype.
+    """
     hidden = changes.get("hidden_size", HIDDEN)
     x, dy = (tokens(rank, dtype=torch.bfloat16, seed=seed, hidden=hidden) for seed in (1, 2))
     count, top_k = x.shape[0] * x.shape[1], changes.get("moe_router_topk", TOP_K)
@@ -224,6 +255,9 @@ def errors_behind_router(
     probs = (scores * routing_map).to(probs_dtype)
 
     twins = build_twins(**changes)
+    if main_grad is not None:
+        for layer in twins.values():
+            add_main_grads(layer, main_grad)
     found = {dispatcher: run_behind_router(layer, x, probs, routing_map, dy) for dispatcher, layer in twins.items()}
     exact = _exact(twins["mok"], world, x, probs, routing_map, dy)
     assert all(list(quantities) == list(exact) for quantities in found.values())
@@ -239,7 +273,11 @@ def errors_behind_router(
 def _exact(layer: Any, world: int, x: Tensor, probs: Tensor, routing_map: Tensor, dy: Tensor) -> dict[str, Tensor]:
     """fp64 results of this rank, from the tokens and weights of all ranks."""
     hidden, local = x.shape[-1], layer.num_local_experts
-    weights = [torch.stack([getattr(e, fc).weight for e in layer.experts.local_experts]).detach() for fc in _LINEARS]
+    names, weights = [], []
+    for linear in _LINEARS:
+        parameters = expert_parameters(layer, linear)
+        names.append(list(parameters))
+        weights.append(torch.stack(list(parameters.values())).detach())
     gathered: list[Any] = [None] * world
     mine = (x.detach().reshape(-1, hidden), probs, routing_map, *weights, dy.reshape(-1, hidden))
     dist.all_gather_object(gathered, mine)
@@ -251,10 +289,12 @@ def _exact(layer: Any, world: int, x: Tensor, probs: Tensor, routing_map: Tensor
     first = sum(part[0].shape[0] for part in gathered[:rank])
     rows = slice(first, first + mine[0].shape[0])
     exact = {"y": result.y[rows].view(x.shape), "dx": result.dx[rows].view(x.shape), "dprobs": result.dprobs[rows]}
-    for i in range(local):
-        exact[f"d local_experts.{i}.linear_fc1.weight"] = result.dw1[rank * local + i]
-        exact[f"d local_experts.{i}.linear_fc2.weight"] = result.dw2[rank * local + i]
-    return exact
+    gradients = {
+        f"d {name}": dw[rank * local + i]
+        for linear, dw in zip(names, (result.dw1, result.dw2), strict=True)
+        for i, name in enumerate(linear)
+    }
+    return exact | {f"d {name}": gradients[f"d {name}"] for name, _ in layer.experts.named_parameters()}
 
 
 def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:

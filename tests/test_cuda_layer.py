@@ -10,24 +10,15 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from tests import moe_layers
+from tests import gpu_layers, moe_layers
+from tests.gpu_layers import BF16, DEEPSEEK, build, exact_twin, tokens
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 pytestmark = pytest.mark.gpu
 
-DEVICE, BACKEND = "cuda", "cuda"
-BF16 = {
-    "hidden_size": 320,  # multiples of 64, but not of the kernels' tiles
-    "moe_ffn_hidden_size": 192,
-    "params_dtype": torch.bfloat16,
-    "bf16": True,
-    "moe_router_dtype": "fp32",
-}
-SHARED = {**moe_layers.LAYER_CASES["sigmoid, groups, expert bias"], "moe_shared_expert_intermediate_size": 192}
 STEPS, MICROBATCHES = 3, 2
 TRAINING_TOLERANCE = 0.015
 """Of bf16 gradients; the steps are small enough that no router decides otherwise because of them."""
@@ -35,17 +26,8 @@ TRAINING_TOLERANCE = 0.015
 
 @pytest.fixture(scope="module", autouse=True)
 def _megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    store = tmp_path_factory.mktemp("rendezvous") / "store"
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    moe_layers.start_megatron(device=DEVICE)
-    yield
-    from megatron.core import parallel_state
-
-    from mok_megatron.backend_pool import close_backends
-
-    close_backends()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+    with gpu_layers.megatron(tmp_path_factory.mktemp("rendezvous")):
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -56,32 +38,11 @@ def _default_options() -> Iterator[None]:
     mok_megatron.configure()
 
 
-def _build(dispatcher: str = "mok", **changes: Any) -> Any:
-    layer = moe_layers.build(dispatcher, **{**BF16, **changes})
-    if dispatcher == "mok":
-        assert layer.fused_experts.backend.name == BACKEND
-    return layer
-
-
-def _exact_twin(layer: Any, **changes: Any) -> Any:
-    """``alltoall`` in fp32 with the same weights: the router, in fp32 in both, decides the same."""
-    twin = moe_layers.build("alltoall", **{**BF16, **changes, "params_dtype": torch.float32, "bf16": False})
-    source = dict([*layer.named_parameters(), *layer.named_buffers()])
-    with torch.no_grad():
-        for name, tensor in [*twin.named_parameters(), *twin.named_buffers()]:
-            tensor.copy_(source[name])
-    return twin
-
-
-def _tokens(seed: int = 0) -> Tensor:
-    return moe_layers.tokens(0, sequence=129, dtype=torch.bfloat16, seed=seed, hidden=BF16["hidden_size"])
-
-
 @pytest.mark.parametrize("name", moe_layers.LAYER_CASES)
 def test_whole_layer_errs_at_most_twice_as_much_as_alltoall(name: str) -> None:
-    changes, x = moe_layers.LAYER_CASES[name], _tokens()
-    layers = {dispatcher: _build(dispatcher, **changes) for dispatcher in ("alltoall", "mok")}
-    expected = moe_layers.run(_exact_twin(layers["mok"], **changes), x.float())
+    changes, x = moe_layers.LAYER_CASES[name], tokens()
+    layers = {dispatcher: build(dispatcher, **changes) for dispatcher in ("alltoall", "mok")}
+    expected = moe_layers.run(exact_twin(layers["mok"], **changes), x.float())
     errors = {name: moe_layers.relative_errors(moe_layers.run(layer, x), expected) for name, layer in layers.items()}
     for quantity, theirs in errors["alltoall"].items():
         ours = errors["mok"][quantity]
@@ -108,11 +69,11 @@ def test_behind_the_router_against_fp64(name: str) -> None:
 
 
 def test_recomputing_the_layer_changes_no_bit() -> None:
-    x = _tokens()
-    expected = moe_layers.run(_build(**SHARED), x)
-    assert moe_layers.same_bits(moe_layers.run(_build(**SHARED), x), expected) == []
+    x = tokens()
+    expected = moe_layers.run(build(**DEEPSEEK), x)
+    assert moe_layers.same_bits(moe_layers.run(build(**DEEPSEEK), x), expected) == []
     for modules in (["moe"], ["shared_experts"]):
-        layer = _build(**SHARED, recompute_granularity="selective", recompute_modules=modules)
+        layer = build(**DEEPSEEK, recompute_granularity="selective", recompute_modules=modules)
         assert moe_layers.same_bits(moe_layers.run(layer, x), expected) == []
         assert layer.token_dispatcher.routing_map is None
 
@@ -120,19 +81,19 @@ def test_recomputing_the_layer_changes_no_bit() -> None:
 def test_backend_options_change_no_bit_of_the_output() -> None:
     import mok_megatron
 
-    x = _tokens()
-    expected = moe_layers.run(_build(**SHARED), x)
+    x = tokens()
+    expected = moe_layers.run(build(**DEEPSEEK), x)
     for options in ({"save_x": False}, {"recompute": True}, {"comm_sms": 2}):
         mok_megatron.configure()
         mok_megatron.configure(**options)
-        found = moe_layers.run(_build(**SHARED), x)
+        found = moe_layers.run(build(**DEEPSEEK), x)
         assert torch.equal(found["y"], expected["y"]), options
         worst, name = moe_layers.worst(moe_layers.relative_errors(found, expected))
         assert worst < 4e-3, f"{options}: {name} is off by {worst}"  # one rounding to bf16
 
 
 def test_no_grad_gives_the_same_output() -> None:
-    layer, x = _build(**SHARED), _tokens()
+    layer, x = build(**DEEPSEEK), tokens()
     expected = moe_layers.run(layer, x)["y"]
     with torch.no_grad():
         assert torch.equal(layer(x)[0], expected)
@@ -142,10 +103,10 @@ def test_no_grad_gives_the_same_output() -> None:
 
 
 def test_several_calls_in_flight_in_any_order() -> None:
-    layer = _build(**SHARED)
+    layer = build(**DEEPSEEK)
     found = []
     for order in ((0, 1, 2), (1, 0, 2)):
-        leaves = [_tokens(seed).requires_grad_() for seed in range(3)]
+        leaves = [tokens(seed).requires_grad_() for seed in range(3)]
         losses = [layer(leaf)[0].float().square().sum() for leaf in leaves]
         gradients = {}
         for call in order:
@@ -160,7 +121,7 @@ def _train(dispatcher: str, *, fuse: bool) -> dict[str, Tensor]:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-    layer = _build(dispatcher, **SHARED)
+    layer = build(dispatcher, **DEEPSEEK)
     model = DistributedDataParallel(layer.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer)
     if fuse:
         # gradient_accumulation_fusion in the config would ask Megatron's own linears for a CUDA extension.
@@ -176,7 +137,7 @@ def _train(dispatcher: str, *, fuse: bool) -> dict[str, Tensor]:
         optimizer.zero_grad()
         for microbatch in range(MICROBATCHES):
             with model.no_sync():
-                model(_tokens(seed=10 * step + microbatch))[0].float().square().mean().backward()
+                model(tokens(seed=10 * step + microbatch))[0].float().square().mean().backward()
         model.finish_grad_sync()
         succeeded, norm, _ = optimizer.step()
         assert succeeded
@@ -200,22 +161,22 @@ def test_the_workspace_is_there_before_the_first_call(capsys: pytest.CaptureFixt
     from mok_megatron import memory
 
     mok_megatron.configure(max_tokens=1000)
-    layer = _build(**SHARED)
+    layer = build(**DEEPSEEK)
     space = layer.fused_experts.backend.workspace
     assert space.sizes.max_tokens == 1000
     line = memory.describe_workspace(space.sizes.shape, 1000, space.sizes.ring_rows)
     assert f"mok_megatron: {line}" in capsys.readouterr().out
     allocated = space.symmetric_bytes.numel() + space.scratch_bytes.numel()
     assert allocated == memory.workspace_bytes(space.sizes.shape, 1000, space.sizes.ring_rows)
-    again = _build(**SHARED)
+    again = build(**DEEPSEEK)
     assert again.fused_experts.backend.workspace is space
 
 
-def test_weights_that_are_on_the_cpu_at_model_build() -> None:
+def test_weights_that_are_on_the_cpu_at_modelbuild() -> None:
     """Megatron initialises on the CPU when asked to, and moves the model afterwards."""
-    layer = _build(**SHARED, use_cpu_initialization=True)
+    layer = build(**DEEPSEEK, use_cpu_initialization=True)
     assert next(layer.experts.parameters()).device.type == "cpu"
     assert layer.fused_experts.device.type == "cuda"
     layer.cuda()
-    expected = moe_layers.run(_build(**SHARED), _tokens())["y"]
-    assert torch.equal(moe_layers.run(layer, _tokens())["y"], expected)
+    expected = moe_layers.run(build(**DEEPSEEK), tokens())["y"]
+    assert torch.equal(moe_layers.run(layer, tokens())["y"], expected)

@@ -1,0 +1,98 @@
+"""Host time of the routed part with TEGroupedMLP. It measures time: run it with nothing else on the machine."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+import torch
+
+from tests import gpu_layers, moe_layers
+from tests.gpu_layers import TE, build, routing, tokens
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+BAR_US = 150.0
+"""Of a call of either direction: the experts' forward, or their backward into main_grad."""
+BATCHES, CALLS = 20, 8
+"""The device has finished before each batch, and is not behind by more than a batch's few launches."""
+
+EXPERTS_AND_TOP_K = {"mixtral-8x7b": (8, 2), "glm-4.5": (20, 8), "deepseek-v3": (32, 8), "qwen3-30b-a3b": (128, 8)}
+"""Experts of a rank are what the host's time depends on; the matrices are small, so that the device keeps up."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with gpu_layers.megatron(tmp_path_factory.mktemp("rendezvous")):
+        yield
+
+
+class _Clock:
+    """Microseconds of calls, by what they are."""
+
+    def __init__(self) -> None:
+        self.times: dict[str, list[float]] = {}
+
+    def time(self, name: str, call: Callable[[], Any]) -> Any:
+        begin = time.perf_counter()
+        result = call()
+        self.times.setdefault(name, []).append(1e6 * (time.perf_counter() - begin))
+        return result
+
+    def medians(self) -> dict[str, float]:
+        """Of all but the first batch."""
+        return {name: statistics.median(times[CALLS:]) for name, times in self.times.items()}
+
+
+def _measure(experts: int, top_k: int, *, ddp: bool) -> dict[str, float]:
+    changes = {"num_moe_experts": experts, "moe_router_topk": top_k, "gradient_accumulation_fusion": True}
+    layer = build(**TE, **changes)
+    if ddp:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        wrapped = DistributedDataParallel(layer.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer)
+        wrapped.zero_grad_buffer()
+    else:
+        moe_layers.add_main_grads(layer, torch.float32)
+    x = tokens(sequence=64).flatten(0, 1)
+    dy = torch.randn_like(x)
+    probs, routing_map = routing("uniform", x.shape[0], experts=experts, top_k=top_k)
+    parameters, clock = list(layer.parameters()), _Clock()
+
+    def forward() -> Any:
+        layer.token_dispatcher.routing_map = routing_map
+        return lambda: layer.routed_experts_compute(x, probs)[0]
+
+    x.requires_grad_()
+    probs.requires_grad_()
+    for _ in range(BATCHES):
+        torch.cuda.synchronize()
+        for _ in range(CALLS):
+            with torch.no_grad():
+                clock.time("forward without gradients", forward())
+            y = clock.time("forward", forward())
+            clock.time("backward", lambda y=y: y.backward(dy))
+            x.grad = probs.grad = None
+            for parameter in parameters:
+                parameter.grad = None
+    return clock.medians()
+
+
+def test_host_time_of_a_call() -> None:
+    too_long = []
+    for name, (experts, top_k) in EXPERTS_AND_TOP_K.items():
+        found = _measure(experts, top_k, ddp=False)
+        ddp = _measure(experts, top_k, ddp=True)["backward"]
+        numbers = ", ".join(f"{part} {us:.0f} us" for part, us in found.items())
+        print(f"host time {name} (e={experts}, K={top_k}): {numbers}, backward with DDP's hooks {ddp:.0f} us")
+        too_long += [(name, part, round(us)) for part, us in found.items() if us > BAR_US]
+    assert not too_long, f"above {BAR_US:.0f} us: {too_long}"
