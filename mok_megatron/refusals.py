@@ -84,7 +84,9 @@ def _other_dtype(_config: Any, value: Any) -> bool:
 
 
 def _fused_activation(config: Any) -> bool:
-    return bool(config.bias_activation_fusion or config.use_te_activation_func)
+    # Transformer Engine's fuser knows the plain SwiGLU alone, as the two others do.
+    names = ("bias_activation_fusion", "use_te_activation_func", "use_transformer_engine_op_fuser")
+    return any(getattr(config, name, False) for name in names)
 
 
 def _clamp_lost(config: Any, value: Any) -> bool:
@@ -128,9 +130,11 @@ _KEPT = "what the layer keeps for backward stays on the device"
 _FUSED_LOSES = "Megatron's fused SwiGLU ignores it and mok applies it, so the model would depend on the dispatcher"
 _QUANTIZED_PADDING = "it routes padding rows, for quantized experts, which mok does not have"
 _FLEX = "it tunes the flex dispatcher, which mok replaces"
-_NO_FUSED_SWIGLU = "Add --no-bias-swiglu-fusion and leave use_te_activation_func off"
+_NO_FUSED_SWIGLU = (
+    "Add --no-bias-swiglu-fusion and leave use_te_activation_func and use_transformer_engine_op_fuser off"
+)
 _WGRAD_HIDDEN = "Leave it off: the weight gradients already hide the combine of the input gradient"
-_FUSED_ONLY = "set, together with bias_activation_fusion or use_te_activation_func"
+_FUSED_ONLY = "set, together with bias_activation_fusion, use_te_activation_func or use_transformer_engine_op_fuser"
 
 
 def _flex(name: str, values: str = "changed", remedy: str = "Leave it at its default") -> Refusal:

@@ -32,24 +32,30 @@ def tables() -> dict[str, str]:
     refused = ((f"`{r.field}`", f"`{r.option}`", r.values, r.reason, r.remedy) for r in REFUSALS)
     honoured = ((f"`{name}`", how) for name, how in HONOURED.items())
     return {
-        "backend": _table(("Flag", "Default", "Meaning"), options),
-        "refused": _table(("Field", "Flag", "Refused", "Why", "Instead"), refused),
-        "honoured": _table(("Field", "Honoured by"), honoured),
+        "backend": table(("Flag", "Default", "Meaning"), options),
+        "refused": table(("Field", "Flag", "Refused", "Why", "Instead"), refused),
+        "honoured": table(("Field", "Honoured by"), honoured),
     }
 
 
-def _table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """A Markdown table."""
     lines = [head, ["---"] * len(tuple(head)), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in lines)
 
 
 def render(page: str) -> str:
     """The page with its tables as the code says. Raises ValueError for a table that has no place in the page."""
-    for name, table in tables().items():
+    return fill_blocks(page, tables(), PAGE)
+
+
+def fill_blocks(page: str, blocks: dict[str, str], path: Path) -> str:
+    """``page``, the text of ``path``, with each block between its markers. Raises ValueError where there are none."""
+    for name, content in blocks.items():
         block = rf"(?s)<!-- {name} -->.*?<!-- /{name} -->"
         if len(re.findall(block, page)) != 1:
-            raise ValueError(f"{PAGE}: expected one block <!-- {name} --> ... <!-- /{name} -->")
-        text = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
+            raise ValueError(f"{path}: expected one block <!-- {name} --> ... <!-- /{name} -->")
+        text = f"<!-- {name} -->\n{content}\n<!-- /{name} -->"
         page = re.sub(block, lambda _match, text=text: text, page)
     return page
 

@@ -35,6 +35,16 @@ def run_jobs(jobs: dict[str, Job], folder: Path, timeout_s: float) -> dict[str, 
 
     Raises RuntimeError with the end of the log of a job that failed or was not done after ``timeout_s``.
     """
+    reports = {}
+    for name, outcome in job_outcomes(jobs, folder, timeout_s).items():
+        if isinstance(outcome, RuntimeError):
+            raise outcome
+        reports[name] = outcome
+    return reports
+
+
+def job_outcomes(jobs: dict[str, Job], folder: Path, timeout_s: float) -> dict[str, RankReport | RuntimeError]:
+    """As ``run_jobs``, but a job that failed is answered by its error, and the others by their reports."""
     running = {name: _start(job, folder / name) for name, job in jobs.items()}
     deadline = time.monotonic() + timeout_s
     try:
@@ -46,13 +56,15 @@ def run_jobs(jobs: dict[str, Job], folder: Path, timeout_s: float) -> dict[str, 
         for process in running.values():
             process.kill()
             process.wait()
-    reports = {}
+    outcomes: dict[str, RankReport | RuntimeError] = {}
     for name, process in running.items():
-        if process.returncode != 0:
+        if process.returncode == 0:
+            report = json.loads((folder / name / "report.json").read_text(encoding="utf-8"))
+            outcomes[name] = RankReport(**report)
+        else:
             tail = (folder / name / "log.txt").read_text(errors="replace")[-4000:]
-            raise RuntimeError(f"{name} ended with code {process.returncode}; the end of its log:\n{tail}")
-        reports[name] = RankReport(**json.loads((folder / name / "report.json").read_text(encoding="utf-8")))
-    return reports
+            outcomes[name] = RuntimeError(f"{name} ended with code {process.returncode}; the end of its log:\n{tail}")
+    return outcomes
 
 
 def _start(job: Job, folder: Path) -> subprocess.Popen[bytes]:

@@ -44,7 +44,16 @@ CASES: dict[str, tuple[int, str]] = {
         f"{_EP2} --recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
     ),
     "ep2-mtp": (2, f"{_EP2} --mtp-num-layers 1"),
+    "ep2-bias-update": (2, f"{_EP2} --moe-router-bias-update-rate 0.05"),
+    "ep2-mlp-chunks": (2, f"{_EP2} --mlp-chunks-for-training 2"),
+    "ep1-mtp-repeated": (1, "--mtp-num-layers 2 --mtp-use-repeated-layer"),
     "pp2": (2, "--pipeline-model-parallel-size 2 --moe-layer-freq [1,1,1,1] --num-layers 4"),
+    "pp2-vpp2": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --moe-layer-freq [1,1,1,1] "
+        "--num-layers 4",
+    ),
+    "ep2-pp2": (4, f"{_EP2} --pipeline-model-parallel-size 2 --moe-layer-freq [1,1,1,1] --num-layers 4"),
     "ep2-edp2-overlap": (4, f"{_EP2} {_OVERLAP}"),
     "ep2-edp2-overlap-plain-wgrad": (4, f"{_EP2} {_OVERLAP} --no-gradient-accumulation-fusion"),
     "ep4": (4, "--expert-model-parallel-size 4 --no-gradient-accumulation-fusion"),

@@ -16,7 +16,12 @@ LAYOUTS = [
     "ep2-recompute-moe",
     "ep2-recompute-full",
     "ep2-mtp",
+    "ep1-mtp-repeated",
+    "ep2-bias-update",
+    "ep2-mlp-chunks",
     "pp2",
+    "pp2-vpp2",
+    "ep2-pp2",
     "ep2-edp2-overlap",
     "ep2-edp2-overlap-plain-wgrad",
 ]

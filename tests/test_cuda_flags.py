@@ -1,0 +1,159 @@
+"""The options of ``flag_cases`` on one GPU with Transformer Engine: ``mok`` (CUDA backend) against ``alltoall``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from itertools import batched
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+import pytest
+from torch import Tensor
+
+from tests import flag_layers, gpu_layers, moe_layers
+from tests.flag_cases import CASES, FlagCase
+from tests.gpu_layers import TE, build, common_names, exact_twin, tokens
+from tests.gpu_pretrain import job_outcomes
+from tests.megatron_cpu.job import Job, RankReport
+from tests.pretrain import DISPATCHERS, make_job
+
+pytest.importorskip("megatron.training", reason="megatron-core is not installed")
+pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is not installed")
+
+pytestmark = pytest.mark.gpu
+
+TE_CASES = {case.title: case for case in CASES if case.te}
+TE_ONLY = ("moe_permute_fusion", "moe_router_fusion", "use_te_activation_func", "use_transformer_engine_op_fuser")
+"""What an fp32 layer without Transformer Engine does not need to give the exact result."""
+DIRECT_TOLERANCE = 0.05
+"""Between ``mok`` and ``alltoall`` in bf16, where there is no exact result to compare both with."""
+
+
+@pytest.fixture(scope="module")
+def megatron(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Megatron's groups on this process alone."""
+    with gpu_layers.megatron(tmp_path_factory.mktemp("rendezvous")):
+        yield
+
+
+def _run(layer: Any, case: FlagCase, x: Tensor) -> dict[str, Tensor]:
+    flag_layers.seed_everything()
+    return common_names(case.drive(layer, x), layer)
+
+
+def _without(changes: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: value for name, value in changes.items() if name not in names}
+
+
+@pytest.mark.parametrize("title", TE_CASES)
+def test_layers_with_transformer_engine(title: str, megatron: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, x = TE_CASES[title], tokens()
+    for name, value in case.environment.items():
+        monkeypatch.setenv(name, value)
+    changes = {**TE, **case.changes}
+    flag_layers.seed_everything()
+    ours = build("mok", **changes)
+    flag_layers.seed_everything()
+    theirs = build("alltoall", **_without(changes, case.alltoall))
+    found, expected = _run(ours, case, x), _run(theirs, case, x)
+    if not case.exact:
+        worst, quantity = moe_layers.worst(moe_layers.relative_errors(found, expected))
+        assert worst < DIRECT_TOLERANCE, f"{quantity} differs by {worst}"
+        return
+    twin = exact_twin(ours, **_without(changes, TE_ONLY))
+    exact = _run(twin, case, x.float())
+    errors = {
+        "mok": moe_layers.relative_errors(found, exact),
+        "alltoall": moe_layers.relative_errors(expected, exact),
+    }
+    for quantity, error in errors["alltoall"].items():
+        assert error < 0.15, f"alltoall's own error of {quantity} is {error}"
+        assert errors["mok"][quantity] <= 2 * error + 1e-6, (
+            f"{quantity} is off by {errors['mok'][quantity]}, alltoall by {error}"
+        )
+
+
+ITERATIONS = 6
+LOSS_TOLERANCE, NORM_TOLERANCE = 1e-4, 2e-3
+"""Relative, in the first iterations of a warm-up."""
+AT_ONCE, WAVE_S = 14, 50
+"""Trainings that share the GPU and the CPU's cores, and seconds that they may take."""
+AGAIN = ("mok", "--log-throughput")
+"""Changes nothing."""
+
+TRAININGS = {f"{case.group}: {case.title}": case for case in CASES if case.gpu_training is not None}
+MODELS = list(dict.fromkeys(["", *(case.model for case in TRAININGS.values())]))
+
+_BF16_TE = f"""
+--bf16 --transformer-impl transformer_engine --moe-grouped-gemm --distributed-backend nccl --hidden-size 128
+--train-iters {ITERATIONS} --moe-ffn-hidden-size 192 --moe-shared-expert-intermediate-size 64 --seq-length 64
+--max-position-embeddings 64 --init-method-std 0.01 --lr 2e-4 --lr-warmup-iters 10
+"""
+
+
+def _job(corpus: Path, folder: Path, number: int, dispatcher: str, arguments: str) -> Job:
+    """Every run has its own index of the corpus: they start at once."""
+    own = f"--data-cache-path {folder / f'index{number}'}"
+    return make_job(corpus, "ep1", dispatcher, f"{_BF16_TE} {arguments} {own}")
+
+
+class Trainings:
+    """Reports by ``(dispatcher, arguments)``; a run that failed raises its error when it is asked for."""
+
+    def __init__(self, corpus: Path, folder: Path) -> None:
+        names = [(dispatcher, model) for model in MODELS for dispatcher in ("alltoall", "mok")]
+        names += [AGAIN, *(("mok", _arguments(case)) for case in TRAININGS.values() if case.gpu_training)]
+        self._outcomes: dict[tuple[str, str], RankReport | RuntimeError] = {}
+        for wave, some in enumerate(batched(names, AT_ONCE)):
+            here = folder / f"wave{wave}"
+            here.mkdir()
+            jobs = {str(i): _job(corpus, here, i, *name) for i, name in enumerate(some)}
+            outcomes = job_outcomes(jobs, here, timeout_s=WAVE_S)
+            self._outcomes |= {name: outcomes[str(i)] for i, name in enumerate(some)}
+
+    def __getitem__(self, name: tuple[str, str]) -> RankReport:
+        outcome = self._outcomes[name]
+        if isinstance(outcome, RuntimeError):
+            raise outcome
+        assert set(outcome.dispatchers) == DISPATCHERS[name[0]]
+        assert set(outcome.backends) == ({"cuda"} if name[0] == "mok" else set())
+        assert len(outcome.losses) == len(outcome.grad_norms) == ITERATIONS
+        return outcome
+
+
+def _arguments(case: FlagCase) -> str:
+    return f"{case.model} {case.gpu_training}".strip()
+
+
+@pytest.fixture(scope="module")
+def trainings(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainings:
+    """All trainings, several at once."""
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"
+    return Trainings(corpus, tmp_path_factory.mktemp("trainings"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAININGS)
+def test_trainings_are_those_of_alltoall(name: str, trainings: Trainings) -> None:
+    case = TRAININGS[name]
+    ours, theirs = trainings["mok", _arguments(case)], trainings["alltoall", case.model]
+    for mine, other in zip(ours.losses, theirs.losses, strict=True):
+        assert mine == pytest.approx(other, rel=LOSS_TOLERANCE)
+    assert ours.grad_norms == pytest.approx(theirs.grad_norms, rel=NORM_TOLERANCE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, case in TRAININGS.items() if case.gpu_training])
+def test_what_saves_memory_or_launches_changes_no_bit(name: str, trainings: Trainings) -> None:
+    case = TRAININGS[name]
+    ours, plain = trainings["mok", _arguments(case)], trainings["mok", case.model]
+    assert ours.losses == plain.losses
+    assert ours.weights == plain.weights
+
+
+@pytest.mark.slow
+def test_two_trainings_are_the_same_to_the_last_bit(trainings: Trainings) -> None:
+    assert trainings[AGAIN] == trainings["mok", ""]

@@ -1,0 +1,91 @@
+"""Every option of Megatron that reaches the MoE layer is tried with ``mok`` or refused; docs/flags.md says how."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from scripts import update_flags_doc
+from scripts.update_flags_doc import case_flags
+from tests import flag_layers, moe_layers
+from tests.distributed import run_ranks
+from tests.flag_cases import CASES, Layout
+from tests.flag_fields import outside
+from tests.flag_refusals import NOT_YET_IN_A_RELEASE, TRIGGERS
+from tests.pretrain import CASES as LAYOUTS
+from tests.test_pretrain_layouts import LAYOUTS as TRIED_LAYOUTS
+
+FP32_TOLERANCE = 1e-6
+CPU_LAYOUTS = list(dict.fromkeys(layout for case in CASES if case.layer for layout in case.layouts))
+
+OTHER_NAMES = {
+    "num_layers_per_virtual_pipeline_stage": "virtual_pipeline_model_parallel_size",
+    "no_gradient_accumulation_fusion": "gradient_accumulation_fusion",
+}
+"""Command-line options that are named otherwise than the fields that they set."""
+
+
+@pytest.mark.parametrize("layout", CPU_LAYOUTS, ids=str)
+def test_layers_are_those_of_alltoall(layout: Layout) -> None:
+    """y, dx, dprobs and each parameter's gradient on its own, in fp32."""
+    expected = [case.title for case in flag_layers.cases_in(layout)]
+    for rank, outcomes in enumerate(run_ranks(layout.world, flag_layers.layer_errors, layout)):
+        for title, errors in outcomes.items():
+            assert isinstance(errors, dict), f"rank {rank}, {title}: {errors}"
+            worst, quantity = moe_layers.worst(errors)
+            assert worst < FP32_TOLERANCE, f"rank {rank}, {title}: {quantity} is off by {worst}"
+        assert list(outcomes) == expected
+
+
+def test_every_case_has_a_name_and_a_trial() -> None:
+    assert len({(case.group, case.title) for case in CASES}) == len(CASES)
+    for case in CASES:
+        assert case.layer or case.te or case.training or case.gpu_training is not None or case.tests, case.title
+        assert not case.training or case.training in TRIED_LAYOUTS, f"{case.training} is no layout that is tried"
+        assert case.layer or case.layouts == type(case).layouts, f"{case.title} names layouts without a layer"
+
+
+def test_named_tests_exist() -> None:
+    for case in CASES:
+        for test in case.tests:
+            file, _, function = test.partition("::")
+            source = (Path(__file__).parent / file).read_text(encoding="utf-8")
+            assert not function or f"def {function}(" in source, test
+
+
+def _fields_of(command_line: str) -> set[str]:
+    names = {name.replace("-", "_") for name in re.findall(r"--([a-z0-9-]+)", command_line)}
+    return {OTHER_NAMES.get(name, name) for name in names}
+
+
+def test_every_field_of_this_megatron_is_tried_refused_or_outside() -> None:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    tried = set(moe_layers.config_arguments())
+    for case in CASES:
+        arguments = f"{case.model} {case.gpu_training or ''} {LAYOUTS[case.training][1] if case.training else ''}"
+        tried |= set(case.changes) | _fields_of(arguments)
+    refused = {name for changes in TRIGGERS.values() for change in changes for name in change} | set(TRIGGERS)
+    refused -= set(NOT_YET_IN_A_RELEASE)
+    names = {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert names - tried - refused - outside() == set(), "options of Megatron that nobody has looked at"
+    assert outside() - names == set(), "Megatron has no such options"
+    assert outside() & (tried | refused) == set(), "options that are tried or refused are not outside"
+
+
+def test_flags_of_the_page_are_flags_of_megatron() -> None:
+    from megatron.training.arguments import add_megatron_arguments
+
+    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    known = {flag for action in parser._actions for flag in action.option_strings}
+    for case in CASES:
+        named = set(re.findall(r"--[a-z0-9-]+", case_flags(case)))
+        assert named <= known, f"{case.title}: {sorted(named - known)}"
+
+
+def test_the_page_shows_these_cases() -> None:
+    assert update_flags_doc.main(["--check"]) == 0, "run scripts/update_flags_doc.py"
