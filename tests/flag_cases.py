@@ -288,10 +288,13 @@ MEMORY = [
              note="nothing is left to recompute: the activation is never kept"),
     FlagCase(group="Recomputation", title="the old flag for the MoE layer", gpu_training="--moe-layer-recompute "
              "--recompute-granularity selective"),
+    FlagCase(group="Recomputation", title="the layer norms", gpu_training=f"{_SELECTIVE} layernorm",
+             tests=("test_flags.py::test_a_recomputed_norm_before_the_layer_changes_no_bit",),
+             note="with TE's graph of the router Megatron recomputes the norm before it for `alltoall` alone, and says "
+             "so in a warning"),
     *_gpu_trainings(
         "Recomputation",
         {
-            "the layer norms": f"{_SELECTIVE} layernorm",
             "the attention's core": f"{_SELECTIVE} core_attn",
             "dense MLPs": f"{_SELECTIVE} mlp",
         },
@@ -309,6 +312,8 @@ MEMORY = [
             "TE: whole layers": f"{_GRAPH} transformer_engine",
             "local: attention": f"{_GRAPH} local --cuda-graph-modules attn",
             "local: router and preprocessing": f"{_GRAPH} local --cuda-graph-modules moe_router moe_preprocess",
+            "local: router and preprocessing, the MoE layer recomputed":
+                f"{_GRAPH} local --cuda-graph-modules moe_router moe_preprocess {_SELECTIVE} moe",
             "local: whole layers": f"{_GRAPH} local",
             "full iteration": f"{_GRAPH} full_iteration --no-check-for-nan-in-loss-and-grad",
         },

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import traceback
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,3 +71,57 @@ def _errors(case: FlagCase, rank: int) -> dict[str, float]:
         seed_everything()
         found[dispatcher] = case.drive(layer, x)
     return moe_layers.relative_errors(found["mok"], found["alltoall"])
+
+
+def behind_a_recomputed_norm(rank: int, world: int) -> dict[str, list[str]]:
+    """What differs in any bit when Megatron drops the norm's output after forward; by the backend's options."""
+    import mok_megatron
+
+    start(Layout(world))
+    _checkpoint_without_transformer_engine()
+    differing = {}
+    for options in ({}, {"save_x": False}, {"recompute": True}):
+        mok_megatron.configure()
+        mok_megatron.configure(**options)
+        layer = moe_layers.build(moe_shared_expert_intermediate_size=40)
+        plain, dropped = (_behind_norm(layer, moe_layers.tokens(rank), drop) for drop in (False, True))
+        differing[str(options)] = moe_layers.same_bits(plain, dropped)
+    mok_megatron.configure()
+    return differing
+
+
+def _behind_norm(layer: Any, x: Tensor, drop: bool) -> dict[str, Tensor]:
+    from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+    norm, x = torch.nn.LayerNorm(x.shape[-1]), x.clone().requires_grad_()
+    if drop:
+        checkpoint = CheckpointWithoutOutput()
+        normed = checkpoint.checkpoint(norm, x)
+        y = layer(normed)[0]
+        checkpoint.discard_output_and_register_recompute(y)
+        assert normed.untyped_storage().nbytes() == 0
+    else:
+        y = layer(norm(x))[0]
+    y.square().sum().backward()
+    found = {"y": y.detach(), "dx": x.grad}
+    for name, parameter in [*layer.named_parameters(), *norm.named_parameters()]:
+        found[f"d {name}"], parameter.grad = parameter.grad, None
+    return found
+
+
+def _checkpoint_without_transformer_engine() -> None:
+    """Megatron's CheckpointWithoutOutput asks Transformer Engine about fp8, and shares storage by a compiled function.
+
+    Here there is no fp8, and the storage is filled with a copy: the memory comes back elsewhere in both ways.
+    """
+    from megatron.core.tensor_parallel import random
+
+    def fill_storage(target: Tensor, source: Tensor) -> None:
+        storage = target.untyped_storage()
+        storage.resize_(source.untyped_storage().nbytes())
+        storage.copy_(source.untyped_storage())
+
+    replaced: Any = random
+    replaced.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
+    replaced.activation_recompute_forward = replaced.fp8_autocast = lambda **_: nullcontext()
+    replaced._get_share_storage = lambda: fill_storage

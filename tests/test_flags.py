@@ -41,6 +41,11 @@ def test_layers_are_those_of_alltoall(layout: Layout) -> None:
         assert list(outcomes) == expected
 
 
+def test_a_recomputed_norm_before_the_layer_changes_no_bit() -> None:
+    for rank, differing in enumerate(run_ranks(2, flag_layers.behind_a_recomputed_norm)):
+        assert not any(differing.values()), f"rank {rank}: {differing}"
+
+
 def test_every_case_has_a_name_and_a_trial() -> None:
     assert len({(case.group, case.title) for case in CASES}) == len(CASES)
     for case in CASES:
