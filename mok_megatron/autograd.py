@@ -113,6 +113,14 @@ class _Call:
 
 
 class _Experts(torch.autograd.Function):
+    @classmethod
+    def apply(cls, *arguments: Any) -> Any:
+        """``Function.apply`` without its look at every argument for functorch, which the experts do not support.
+
+        With the weights of 128 experts that look is a third of the host's time for a call.
+        """
+        return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
+
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
         split = len(call.w1.parameters)
@@ -146,17 +154,20 @@ class _Experts(torch.autograd.Function):
 
         _, needs_dx, needs_dprobs, *needs_weights = ctx.needs_input_grad
         split = len(ctx.w1.parameters)
-        parameters = (*ctx.w1.parameters, *ctx.w2.parameters)
-        sinks = _Sinks(parameters, needs_weights, ctx.fuse)
+        sinks = (
+            _Sinks(ctx.w1.parameters, needs_weights[:split], ctx.fuse),
+            _Sinks(ctx.w2.parameters, needs_weights[split:], ctx.fuse),
+        )
+        accumulate = any(part.fused for part in sinks)
         dx, d_weights = ctx.backend.backward(
             dy.contiguous(),
             saved,
             ctx.w1.split(weights[:split]),
             ctx.w2.split(weights[split:]),
             WeightGrads(
-                w1=_split_sinks(ctx.w1, sinks.tensors[:split]),
-                w2=_split_sinks(ctx.w2, sinks.tensors[split:]),
-                accumulate=sinks.accumulate,
+                w1=_split_sinks(ctx.w1, sinks[0].open(zeros=accumulate)),
+                w2=_split_sinks(ctx.w2, sinks[1].open(zeros=accumulate)),
+                accumulate=accumulate,
             ),
             needs_dx=needs_dx,
             layer=ctx.layer,
@@ -164,43 +175,48 @@ class _Experts(torch.autograd.Function):
         dprobs = None
         if needs_dprobs:
             dprobs = _scatter_to_experts(schedule.experts, d_weights, ctx.num_experts, ctx.probs_dtype)
-        return None, dx, dprobs, *sinks.returned()
+        return None, dx, dprobs, *sinks[0].returned(), *sinks[1].returned()
 
 
 class _Sinks:
-    """Where each parameter's gradient goes: ``main_grad``, a new gradient, or nowhere (None: frozen)."""
+    """Where the gradients of one weight's parameters go: ``main_grad``, new gradients, or nowhere (None: frozen).
+
+    Attributes:
+        fused: a parameter's gradient goes into its ``main_grad``.
+    """
 
     def __init__(self, parameters: Sequence[Tensor], needed: Sequence[bool], fuse: bool) -> None:
-        self._parameters = parameters
-        main_grads = [getattr(parameter, "main_grad", None) if fuse else None for parameter in parameters]
-        self._fused = [need and main is not None for need, main in zip(needed, main_grads, strict=True)]
-        self.accumulate = any(self._fused)
-        self.tensors: list[Tensor | None] = []
-        for parameter, need, fused, main in zip(parameters, needed, self._fused, main_grads, strict=True):
-            if fused:
-                self.tensors.append(main)
-            elif need:
-                self.tensors.append(_plain_like(parameter, zeros=self.accumulate))
-            else:
-                self.tensors.append(None)
+        self._parameters, self._needed = parameters, needed
+        self._main_grads = [
+            getattr(parameter, "main_grad", None) if fuse and need else None
+            for parameter, need in zip(parameters, needed, strict=True)
+        ]
+        self.fused = any(main_grad is not None for main_grad in self._main_grads)
+        self._tensors: list[Tensor | None] = []
+
+    def open(self, *, zeros: bool) -> list[Tensor | None]:
+        """What the backend writes to; new gradients are made here, and filled with ``zeros`` where it adds."""
+        self._tensors = [
+            main_grad if main_grad is not None else _plain_like(parameter, zeros=zeros) if need else None
+            for parameter, need, main_grad in zip(self._parameters, self._needed, self._main_grads, strict=True)
+        ]
+        return self._tensors
 
     def returned(self) -> list[Tensor | None]:
         """Mark the fused parameters; what autograd gets for each: a gradient, a placeholder of its shape, or None.
 
-        Nobody reads a placeholder, or only its zeros where Megatron asks for them, so those of a shape share memory:
-        each with its own would be a second copy of the weights.
+        Nobody reads a placeholder, or only its zeros where Megatron asks for them, so they share memory: each with its
+        own would be a second copy of the weights.
         """
-        shared: dict[tuple[torch.Size, torch.dtype, bool], Tensor] = {}
-        returned: list[Tensor | None] = []
-        for parameter, fused, tensor in zip(self._parameters, self._fused, self.tensors, strict=True):
-            if fused:
-                parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-                zeros = bool(getattr(parameter, "zero_out_wgrad", False))
-                key = (parameter.shape, parameter.dtype, zeros)
-                if key not in shared:
-                    shared[key] = _plain_like(parameter, zeros=zeros)
-                tensor = shared[key].detach()  # another tensor for each, as autograd keeps them
-            returned.append(tensor)
+        returned, shared = list(self._tensors), dict[bool, Tensor]()
+        for index, (parameter, main_grad) in enumerate(zip(self._parameters, self._main_grads, strict=True)):
+            if main_grad is None:
+                continue
+            parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+            zeros = bool(getattr(parameter, "zero_out_wgrad", False))
+            if zeros not in shared:
+                shared[zeros] = _plain_like(parameter, zeros=zeros)
+            returned[index] = shared[zeros].detach()  # another tensor for each, as autograd keeps them
         return returned
 
 
