@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 ROUNDS = 10
 SETTLED = 2
 """Rounds after which caches are filled: nothing may grow from there on."""
-CALLS_PER_PHASE = 130
+CALLS_PER_PHASE = 90
 TOKENS = (1, 17, 128, 333, 512, 0)
 GRAPH_TOKENS = 333
 MODES = ("train", "train", "eval", "graph", "in flight")
