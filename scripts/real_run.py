@@ -94,12 +94,12 @@ def differences(got: curves.Curve, reference: curves.Curve) -> dict[str, float]:
     """Largest relative difference of the first 10 losses, and of means over 50 steps; difference of the end's mean."""
     steps = sorted(set(got) & set(reference))
     ours, theirs = ({step: points[step] for step in steps} for points in (got, reference))
-    wide, other = means(ours, 50), means(theirs, 50)
-    end, other_end = means(ours, 100), means(theirs, 100)
+    wide, other = (means(points, min(50, len(steps))) for points in (ours, theirs))
+    last = [statistics.fmean(points[step].loss for step in steps[-100:]) for points in (ours, theirs)]
     return {
         "first": max(curves.relative_difference(ours[step].loss, theirs[step].loss) for step in steps[:10]),
         "window": max(curves.relative_difference(wide[step].loss, other[step].loss) for step in wide),
-        "end": curves.relative_difference(end[max(end)].loss, other_end[max(end)].loss),
+        "end": curves.relative_difference(*last),
     }
 
 
@@ -124,6 +124,7 @@ def verdicts(reports: Mapping[str, Report]) -> list[Verdict]:
         ("mok-stopped", "mok", "mok again, the same bits"),
         ("mok-again", "mok", "mok again, the same bits"),
         ("mok-resumed", "mok", "mok stopped and resumed, the same bits"),
+        ("mok-3-stopped", "mok-3-whole", "mok of 3 layers again, the same bits"),
         ("mok-3-resumed", "mok-3-whole", "mok of 3 layers stopped and resumed, the same bits"),
     ):
         if {name, reference} <= set(reports):
