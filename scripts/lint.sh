@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 ./scripts/setup.sh || exit 1
 bin=.venv/bin
 mapfile -t sources < <(find kernels tests -type f \( -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \))
-mapfile -t shell < <(find scripts .ci -type f \( -name '*.sh' -o -name run \))
+mapfile -t shell < <(find scripts examples .ci -type f \( -name '*.sh' -o -name run \))
 
 if [[ ${1:-} == --fix ]]; then
   "$bin/ruff" check --fix . && "$bin/ruff" format .

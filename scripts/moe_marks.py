@@ -106,7 +106,7 @@ def summarize(events: Iterable[dict[str, Any]], steps: int, longest: int = 25) -
     for event in events:
         category = event.get("cat")
         if category in ("cuda_runtime", "cuda_driver"):
-            launched_at[event["args"]["correlation"]] = event["ts"]
+            launched_at[event["args"].get("correlation", -1)] = event["ts"]
         elif category in ("kernel", "gpu_memcpy", "gpu_memset"):
             work.append(event)
         elif category == "user_annotation" and event["name"].startswith(_PREFIX):
@@ -120,7 +120,7 @@ def summarize(events: Iterable[dict[str, Any]], steps: int, longest: int = 25) -
         busy += ms
         by_name[event["name"]][0] += ms
         by_name[event["name"]][1] += 1
-        at = launched_at.get(event["args"]["correlation"], -1.0)
+        at = launched_at.get(event["args"].get("correlation", -2), -1.0)
         nearest = bisect.bisect_right(begins, at) - 1
         if nearest >= 0 and at <= spans[nearest][1]:
             moe_busy[spans[nearest][2]] += ms
