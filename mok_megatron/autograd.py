@@ -96,7 +96,9 @@ def apply_experts(
         call = _Call(backend, schedule, w1, w2, layer, fuse_grad_accumulation)
         y: Tensor = _Experts.apply(call, *inputs)
         return y
-    y, _ = backend.forward(x.detach(), schedule, w1.matrices(), w2.matrices(), save=False, layer=layer)
+    with torch.no_grad():
+        weights = w1.split(w1.parameters), w2.split(w2.parameters)
+        y, _ = backend.forward(x, schedule, *weights, save=False, layer=layer)
     return y
 
 
@@ -196,11 +198,19 @@ class _Sinks:
 
     def open(self, *, zeros: bool) -> list[Tensor | None]:
         """What the backend writes to; new gradients are made here, and filled with ``zeros`` where it adds."""
+        targets = list(zip(self._needed, self._main_grads, strict=True))
+        new = iter(self._make(sum(need and main_grad is None for need, main_grad in targets), zeros=zeros))
         self._tensors = [
-            main_grad if main_grad is not None else _plain_like(parameter, zeros=zeros) if need else None
-            for parameter, need, main_grad in zip(self._parameters, self._needed, self._main_grads, strict=True)
+            main_grad if main_grad is not None else next(new) if need else None for need, main_grad in targets
         ]
         return self._tensors
+
+    def _make(self, count: int, *, zeros: bool) -> Sequence[Tensor]:
+        """``count`` new gradients, views of one block: each from the allocator costs more time than all else here.
+
+        Autograd keeps a view that nobody else holds as ``.grad`` without a copy, as it does a tensor of its own.
+        """
+        return _plain_like(self._parameters[0], count, zeros=zeros).unbind(0) if count else ()
 
     def returned(self) -> list[Tensor | None]:
         """Mark the fused parameters; what autograd gets for each: a gradient, a placeholder of its shape, or None.
@@ -215,15 +225,15 @@ class _Sinks:
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
             zeros = bool(getattr(parameter, "zero_out_wgrad", False))
             if zeros not in shared:
-                shared[zeros] = _plain_like(parameter, zeros=zeros)
+                shared[zeros] = _plain_like(parameter, zeros=zeros)[0]
             returned[index] = shared[zeros].detach()  # another tensor for each, as autograd keeps them
         return returned
 
 
-def _plain_like(parameter: Tensor, *, zeros: bool) -> Tensor:
-    """Contiguous, of the parameter's shape and dtype, and an ordinary tensor whatever the parameter is."""
+def _plain_like(parameter: Tensor, count: int = 1, *, zeros: bool) -> Tensor:
+    """``[count, *parameter.shape]`` of the parameter's dtype, an ordinary tensor whatever the parameter is."""
     new = torch.zeros if zeros else torch.empty
-    return new(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+    return new((count, *parameter.shape), dtype=parameter.dtype, device=parameter.device)
 
 
 def _split_sinks(params: ExpertParams, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -238,5 +248,5 @@ def _split_sinks(params: ExpertParams, tensors: Sequence[Tensor | None]) -> list
 def _scatter_to_experts(experts: Tensor, d_weights: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
     """``experts [T, K]``, ``d_weights [T, K]`` -> ``[T, E]``, 0 off-route. Absent slots fall into a dropped column."""
     dense = d_weights.new_zeros(experts.shape[0], num_experts + 1)
-    dense.scatter_(1, torch.where(experts < 0, num_experts, experts).long(), d_weights)
+    dense.scatter_(1, experts.long().remainder_(num_experts + 1), d_weights)  # -1 becomes the last column
     return dense[:, :num_experts].to(dtype).contiguous()

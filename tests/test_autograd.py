@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mok_megatron.autograd import ExpertParams, apply_experts
+from mok_megatron.backends.base import WeightGrads
 from mok_megatron.config import Activation
 from tests.autograd_layer import GROUPINGS, leaf, make_layer, spy_on, stacked
 from tests.layer_run import exact, poisoned_memory, relative_error
@@ -221,6 +222,25 @@ def test_placeholders_of_a_shape_share_memory() -> None:
         grads = [parameter.grad for parameter in params.parameters]
         assert len({id(grad) for grad in grads}) == len(grads) > 1
         assert len({grad.data_ptr() for grad in grads if grad is not None}) == 1
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_new_gradients_are_one_allocation_that_autograd_takes_without_a_copy(frozen: bool) -> None:
+    layer = make_layer(dtype=torch.bfloat16)
+    layer.w1.parameters[2].requires_grad_(not frozen)
+    original, written = layer.backend.backward, []
+
+    def spy(dy: Tensor, saved: Any, w1: Any, w2: Any, grads: WeightGrads, **options: Any) -> Any:
+        written.extend(None if sink is None else sink.data_ptr() for sink in (*grads.w1, *grads.w2))
+        return original(dy, saved, w1, w2, grads, **options)
+
+    layer.backend.backward = spy  # type: ignore[method-assign]
+    layer(leaf(layer.inputs.x)).backward(layer.inputs.dy)
+    assert [None if p.grad is None else p.grad.data_ptr() for p in layer.parameters] == written
+    for params in (layer.w1, layer.w2):
+        grads = [p.grad for p in params.parameters if p.grad is not None]
+        addresses = [grad.data_ptr() - grads[0].data_ptr() for grad in grads]
+        assert addresses == [2 * grad.numel() * i for i, grad in enumerate(grads)]
 
 
 class _FlatViewOnly(torch.Tensor):
