@@ -2,7 +2,8 @@
 // mok_megatron/backends/abi.py mirrors them field by field; loading compares sizes and offsets.
 //
 // T tokens of this rank, K experts per token at most, H hidden, I expert intermediate, E experts in all, W ranks,
-// e = E / W local experts, C row capacity, B = C / kBlockRows row blocks, slot = t * K + k.
+// e = E / W local experts, C rows of the ring, R rows of a rank at most (any routing), B = R / kBlockRows row blocks,
+// slot = t * K + k.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +36,7 @@ struct FailRecord {
   int32_t where; // row block, token or expert, by phase
 };
 
-enum class FailCode : int32_t { kNone = 0, kTimeout = 1, kPeerFailed = 2, kRingOverflow = 3, kTooManyRoutes = 4 };
+enum class FailCode : int32_t { kNone = 0, kTimeout = 1, kPeerFailed = 2, kTooManyRoutes = 3 };
 
 enum class Phase : int32_t {
   kRouting = 0,
@@ -46,22 +47,26 @@ enum class Phase : int32_t {
   kFc2 = 5,
   kCombine = 6,
   kWgrad = 7,
+  kRing = 8,
 };
 
 // Byte offsets of the regions that peers read or write, the same on every rank.
 struct SymmetricLayout {
-  int64_t counts_ready;   // uint32 [W] epoch up to which counts of rank w are here (written by w)
-  int64_t tables_ready;   // uint32 [W] epoch up to which row_source entries of rank w are here (written by w)
-  int64_t abort;          // uint32 rank + 1 of a rank that failed, else 0
-  int64_t counts;         // int32 [2][W][E] routes of rank w per expert, by epoch parity (row w written by w)
-  int64_t fc2_done;       // uint32 [2][B] finished FC2 column tiles per row block, by epoch parity
-  int64_t row_source;     // RowSource [C] (written by the source ranks)
-  int64_t slot_dst_rank;  // int32 [T_max, K]
-  int64_t slot_dst_row;   // int32 [T_max, K]
-  int64_t weights;        // fp32 [T_max, K] router weights, for backward
-  int64_t d_weight_parts; // fp32 [C, ceil(I / 256)] parts of each row's router weight gradient
-  int64_t y_rows;         // bf16 [C, H] expert outputs
-  int64_t x;              // bf16 [T_max, H] copy of the layer input; unused when W = 1
+  int64_t counts_ready;  // uint32 [W] epoch up to which counts of rank w are here (written by w)
+  int64_t tables_ready;  // uint32 [W] epoch up to which row_source entries of rank w are here (written by w)
+  int64_t abort;         // uint32 rank + 1 of a rank that failed, else 0
+  int64_t replays;       // uint32 [W] whether rank w needs x again in this backward (written by w)
+  int64_t counts;        // int32 [2][W][E] routes of rank w per expert, by epoch parity (row w written by w)
+  int64_t fc2_done;      // uint32 [2][B] finished FC2 column tiles per row block, by epoch parity
+  int64_t row_source;    // RowSource [R] (written by the source ranks)
+  int64_t slot_dst_rank; // int32 [T_max, K]
+  int64_t slot_dst_row;  // int32 [T_max, K]
+  int64_t weights;       // fp32 [T_max, K] router weights, for backward
+  int64_t
+      d_weight_parts; // fp32 [T_max, K, ceil(I / 256)] parts of each router weight's gradient (by the experts' ranks)
+  int64_t y_slots;    // bf16 [T_max, K, H] expert outputs, in backward their dX (written by the experts' ranks)
+  int64_t x;          // bf16 [T_max, H] copy of the layer input, in backward of dY; unused when W = 1
+  int64_t replay_x;   // bf16 [T_max, H] the layer input again, in backward where a rank replays; unused when W = 1
   int64_t bytes;
 };
 
@@ -79,8 +84,10 @@ struct CallParams {
   int32_t top_k;    // K
   int32_t experts;  // E
   int32_t capacity; // C, a multiple of kBlockRows
+  int32_t max_rows; // R, a multiple of kBlockRows
   int32_t hidden;   // H
   int32_t layer;
+  int32_t unused;
 };
 
 enum class ProbsType : int32_t { kFloat32 = 0, kBfloat16 = 1, kFloat64 = 2 };
@@ -105,31 +112,40 @@ struct ScheduleParams {
   int32_t* token_order;          // [T] tokens by their last local expert: the order of combine
   int32_t* last_counts;          // [e] scratch: tokens by last local expert; zero between calls
   int32_t* last_next;            // [e] scratch: where such tokens go in token_order
-  uint32_t* counters;            // [2B + kCounterWords] zeroed here: rows arrived [B], FC1 tiles done [B], tickets
+  uint32_t* counters;            // [kCounterWords + kForwardCounters * B] zeroed here
 };
 
-// Words behind the per-block counters.
+// Counters of a call: tickets, then arrays of one word per row block; backward has more of these.
 enum CounterWord : int { kTileTicket = 0, kRowTicket = 32, kTokenTicket = 64, kAssignDone = 96, kCounterWords = 128 };
+enum BlockCounter : int {
+  kRowsArrived = 0, // rows of the block
+  kFc1Done = 1,     // column tiles
+  kForwardCounters = 2,
+  kRebuilt = 2,     // column tiles
+  kSegmentFc1 = 3,  // FC1 tiles of the segment that begins here
+  kSegmentDone = 4, // tiles of all phases that read the segment's rows
+  kBackwardCounters = 5,
+};
 
 // The forward megakernel. Tensor maps are encoded by the launch function.
 struct ForwardParams {
   CallParams call;
   const void* x;                   // bf16 [T, H], read in place when W = 1
-  const int32_t* experts;          // [T, K], read by no kernel
   const float* weights;            // [T, K]
   const int32_t* slot_dst_rank;    // [T, K]
   const int32_t* slot_dst_row;     // [T, K]
   const int32_t* expert_first_row; // [e + 1]
   const int32_t* token_order;      // [T]
   const uint32_t* tile_table;      // [e + 1]
-  uint32_t* counters;              // [2B + kCounterWords]
+  uint32_t* counters;              // [kCounterWords + kForwardCounters * B]
   const void* w1_maps;             // CUtensorMap [e]: weights [2I, H] of each local expert
   const void* w2_maps;             // CUtensorMap [e]: weights [H, I]
-  void* x_rows;                    // bf16 [C, H]
+  void* x_rows;                    // bf16 [C, H] of the first C rows
+  void* x_ring;                    // bf16 [C, H] of the others; may be x_rows where these are not kept
   void* h;                         // bf16 [C, I]
-  void* gate_up;                   // bf16 [C, 2I] or null: not kept
-  int32_t* row_src_rank;           // [C] copied from row_source; with rebuild they are read instead
-  int32_t* row_src_slot;           // [C]
+  void* gate_up;                   // bf16 [C, 2I] of the first C rows, or null: not kept
+  int32_t* row_src_rank;           // [R] copied from row_source, for backward
+  int32_t* row_src_slot;           // [R]
   void* y;                         // bf16 [T, H]
   int32_t intermediate;            // I
   int32_t lag;                     // experts between FC1 and FC2 (tile_order.h)
@@ -137,47 +153,51 @@ struct ForwardParams {
   int32_t comm_sms;                // SMs whose communication warps move rows
   float clamp;                     // SwiGLU limit, +inf when there is none
   float linear_offset;             // added to up
-  int32_t rebuild;                 // only x_rows and, where not null, gate_up, for backward; no h, y_rows or y
-  int32_t unused;
 };
 
-// Opens a call that uses an earlier call's schedule: one launch before a megakernel that has no schedule kernels.
+// Opens a backward call: one launch before the megakernel.
 struct ReopenParams {
   CallParams call;
-  const void* tokens;              // bf16 [T, H] that peers will pull, copied when W > 1
+  const void* dy;                  // bf16 [T, H] that peers will pull, copied when W > 1
+  const void* x;                   // bf16 [T, H] likewise, when a rank replays
   const float* weights;            // [T, K] published when W > 1
   const int32_t* slot_dst_rank;    // [T, K] published when W > 1
   const int32_t* slot_dst_row;     // [T, K]
   const int32_t* expert_first_row; // [e + 1]
   uint32_t* tile_table;            // [e + 1] rebuilt here
-  uint32_t* counters;              // [2B + kCounterWords + e] zeroed here
+  uint32_t* counters;              // [kCounterWords + kBackwardCounters * B] zeroed here
   int32_t sms;                     // SMs this launch may use
-  int32_t unused;
+  int32_t kept;                    // forward kept gate, up and x of the first C rows
 };
 
 // Element type of a call's weight gradients.
 enum class GradType : int32_t { kFloat32 = 0, kBfloat16 = 1 };
 
-// The backward megakernel; mok_reopen has opened its call.
+// The backward megakernel; mok_reopen has opened its call. Where all rows were kept, the scratch holds all of them.
+// Otherwise rows are replayed: they go through rings of max(1, C / kBlockRows / 2) row blocks in the same scratch, x
+// beside dY in dy_rows, and gate and up, rebuilt, in the place of their gradients.
 struct BackwardParams {
   CallParams call;
   const void* dy;                  // bf16 [T, H], read in place; peers pull the copy of mok_reopen
+  const void* x;                   // bf16 [T, H] likewise
   const float* weights;            // [T, K]
   const int32_t* slot_dst_rank;    // [T, K]
   const int32_t* slot_dst_row;     // [T, K]
-  const int32_t* row_src_rank;     // [C]
-  const int32_t* row_src_slot;     // [C]
+  const int32_t* row_src_rank;     // [R]
+  const int32_t* row_src_slot;     // [R]
   const int32_t* expert_first_row; // [e + 1]
   const uint32_t* tile_table;      // [e + 1]
-  uint32_t* counters;              // [2B + kCounterWords + e] as in ScheduleParams, then dgrad tiles per expert
+  uint32_t* counters;              // [kCounterWords + kBackwardCounters * B]
   const void* w1_maps;             // CUtensorMap [e]: weights [2I, H], boxes of 64 x 64
   const void* w2_maps;             // CUtensorMap [e]: weights [H, I]
-  const void* x_rows;              // bf16 [C, H] as forward kept them
-  const void* gate_up;             // bf16 [C, 2I]
-  void* dy_rows;                   // bf16 [C, H] scratch
+  const void* w1_forward_maps;     // CUtensorMap [e] as in ForwardParams, to rebuild gate and up
+  const void* x_rows;              // bf16 [C, H] as forward kept them, or null
+  const void* gate_up;             // bf16 [C, 2I] likewise
+  void* dy_rows;                   // bf16 [max(C, 2 kBlockRows), H] scratch
   void* d_gate_up;                 // bf16 [C, 2I] scratch
   void* h_rows;                    // bf16 [C, I] scratch: activation times router weight
   float* row_weights;              // [C] scratch
+  float* partials;                 // [wgrad tiles of an expert, 2 * kBlockRows, 256] scratch: sums over pieces of it
   void* const* w1_grads;           // [e] addresses of [2I, H] in grad_type, null where frozen; null: all are
   void* const* w2_grads;           // [e] addresses of [H, I]
   void* dx;                        // bf16 [T, H], where wanted

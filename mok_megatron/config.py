@@ -86,9 +86,10 @@ class MokConfig:
     Attributes:
         backend: ``auto`` takes the CUDA backend where the device has one, else ``reference`` with a warning.
         comm_sms: SMs whose communication warps move rows; None uses every SM.
-        ring_rows: row capacity C of the routed buffers; None derives it from the expected rows with a margin.
-        recompute: keep nothing per routed row for backward and rebuild gate and up there.
-        save_x: keep the dispatched rows ``[R, H]`` for backward instead of pulling them again.
+        ring_rows: row capacity C of the routed buffers; more rows pass through them as through a ring, with the same
+            results in more time. None derives it from the expected rows with a margin.
+        recompute: keep nothing per routed row for backward, which brings the rows and computes gate and up again.
+        save_x: keep the dispatched rows for backward, which otherwise brings them again.
         time_limit_s: seconds a rank waits for a peer before every rank ends with an error.
         max_tokens: most tokens T of a rank in one call, which the workspace is made for; None takes what Megatron's
             training arguments say, or else what the first call brings.

@@ -8,7 +8,7 @@ Notation as in ``config.py``; ``C`` is the ring's row capacity. Two kinds of mem
 Row counts. A token sends at most ``min(K, e)`` routes to one rank, so a rank receives at most ``W * T * min(K, e)``;
 uniform routing gives it ``T * K``. Each expert's rows are padded to whole blocks, which adds at most
 ``block_rows - 1`` rows per local expert. Counts are unknown on the host, so every buffer has a size fixed by ``T`` and
-``C`` alone.
+``C`` alone: wide ones hold ``C`` rows, and more rows go through them as through a ring; tables hold the worst case.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mok_megatron.config import MoeShape
-from mok_megatron.tile_order import BLOCK_ROWS
+from mok_megatron.tile_order import BLOCK_ROWS, backward_ring
 
 TOKENS_PER_BLOCK = 64
 """Tokens per thread block of the schedule kernels (kernels/params.h)."""
@@ -26,8 +26,8 @@ TOKENS_PER_BLOCK = 64
 BACKWARD_TILE_COLUMNS = 256
 """Columns of a backward tile (kernels/sm90/mainloop.cuh): a row's weight gradient has a part per column tile of I."""
 
-COUNTER_WORDS = 128
-"""Words of tickets behind the per-block counters (kernels/params.h)."""
+COUNTER_WORDS, COUNTERS_PER_BLOCK = 128, 5
+"""Words of tickets, and counters per row block (kernels/params.h)."""
 
 ALIGNMENT = 1024
 """Bytes at which every buffer starts: what tensor maps and 16-byte vectors need, and whole cache lines for flags."""
@@ -90,6 +90,11 @@ def worst_case_rows(shape: MoeShape, max_tokens: int, block_rows: int = BLOCK_RO
     return (routes + busy_experts * (block_rows - 1)) // block_rows * block_rows
 
 
+def most_rows(shape: MoeShape, max_tokens: int) -> int:
+    """The worst case, but at least one block: what tables and counters are made for."""
+    return max(worst_case_rows(shape, max_tokens), BLOCK_ROWS)
+
+
 def expected_rows(shape: MoeShape, tokens: int, block_rows: int = BLOCK_ROWS) -> int:
     """Rows R of a rank under uniform routing, with every expert's padding at its largest."""
     _require("tokens", tokens, 0)
@@ -111,39 +116,67 @@ def default_ring_rows(
     return max(capped, block_rows)
 
 
-def symmetric_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[Buffer, ...]:
+def symmetric_buffers(shape: MoeShape, max_tokens: int) -> tuple[Buffer, ...]:
     """The CUDA backend's buffers that peers read or write, in order: ``SymmetricLayout`` of kernels/params.h.
 
-    Counts and FC2 counters exist twice, by parity of the call; ``x`` is a copy of the layer input that peers pull from,
-    absent where the rank has no peers.
+    Counts and FC2 counters exist twice, by parity of the call; ``x`` and ``replay_x`` are copies of the layer input and
+    of dY that peers pull from, absent where the rank has no peers.
     """
-    _require("max_tokens", max_tokens, 0)
-    _require("ring_rows", ring_rows, 1)
+    rows = most_rows(shape, max_tokens)
     world, slots = shape.ep_size, (max_tokens, shape.top_k)
     copied = max_tokens if world > 1 else 0
     sizes: tuple[tuple[str, tuple[int, ...], int], ...] = (
         ("counts_ready", (world,), _INT32),
         ("tables_ready", (world,), _INT32),
         ("abort", (1,), _INT32),
+        ("replays", (world,), _INT32),
         ("counts", (2, world, shape.num_experts), _INT32),
-        ("fc2_done", (2, -(-ring_rows // BLOCK_ROWS)), _INT32),
-        ("row_source", (ring_rows, 2), _INT32),
+        ("fc2_done", (2, rows // BLOCK_ROWS), _INT32),
+        ("row_source", (rows, 2), _INT32),
         ("slot_dst_rank", slots, _INT32),
         ("slot_dst_row", slots, _INT32),
         ("weights", slots if world > 1 else (0,), _FP32),
-        ("d_weight_parts", (ring_rows, -(-shape.intermediate // BACKWARD_TILE_COLUMNS)), _FP32),
-        ("y_rows", (ring_rows, shape.hidden), _BF16),
+        ("d_weight_parts", (*slots, -(-shape.intermediate // BACKWARD_TILE_COLUMNS)), _FP32),
+        ("y_slots", (*slots, shape.hidden), _BF16),
         ("x", (copied, shape.hidden), _BF16),
+        ("replay_x", (copied, shape.hidden), _BF16),
     )
     return tuple(Buffer(name=n, shape=size, element_bytes=b, symmetric=True) for n, size, b in sizes)
 
 
-def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[Buffer, ...]:
-    """The CUDA backend's buffers of one rank that only its own kernels touch."""
+def partial_tiles(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: bool) -> int:
+    """Tiles of fp32 sums that backward keeps while it goes from piece to piece of one expert; 0 where none is cut.
+
+    An expert is cut when rows go through backward's ring, which is so with ``replays`` or when the routing exceeds the
+    capacity, and the expert alone exceeds a segment of it. A rank without peers uses no more rows than the tokens of a
+    call can need, so a call with fewer tokens may be the one that cuts.
+    """
+    largest = -(-shape.ep_size * max_tokens // BLOCK_ROWS)  # row blocks of one expert
+    calls = [(largest, ring_rows)]
+    if shape.ep_size == 1:
+        fewest = [(block, (block - 1) * BLOCK_ROWS + 1) for block in range(1, largest + 1)]
+        calls = [(block, min(ring_rows, most_rows(shape, tokens))) for block, tokens in fewest]
+    cut = any(blocks > backward_ring(rows // BLOCK_ROWS).segment for blocks, rows in calls)
+    if not cut or not (replays or ring_rows < most_rows(shape, max_tokens)):
+        return 0
+    hidden, inner, both = (
+        -(-size // BACKWARD_TILE_COLUMNS) for size in (shape.hidden, shape.intermediate, 2 * shape.intermediate)
+    )
+    return hidden * inner + both * hidden
+
+
+def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: bool = False) -> tuple[Buffer, ...]:
+    """The CUDA backend's buffers of one rank that only its own kernels touch.
+
+    ``replays``: options make forward keep less than backward needs (``recompute``, or not ``save_x``).
+    """
+    _require("ring_rows", ring_rows, 1)
     token_blocks = max(1, -(-max_tokens // TOKENS_PER_BLOCK))
+    row_blocks = most_rows(shape, max_tokens) // BLOCK_ROWS
+    partials = partial_tiles(shape, max_tokens, ring_rows, replays=replays)
     sizes: tuple[tuple[str, tuple[int, ...], int], ...] = (
         ("epoch", (3,), _INT32),
-        ("counters", (2 * -(-ring_rows // BLOCK_ROWS) + COUNTER_WORDS + shape.experts_per_rank,), _INT32),
+        ("counters", (COUNTER_WORDS + COUNTERS_PER_BLOCK * row_blocks,), _INT32),
         ("tile_table", (shape.experts_per_rank + 1,), _INT32),
         ("route_base", (shape.num_experts,), _INT32),
         ("block_counts", (token_blocks, shape.num_experts), _INT32),
@@ -151,33 +184,27 @@ def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[B
         ("last_counts", (shape.experts_per_rank,), _INT32),
         ("last_next", (shape.experts_per_rank,), _INT32),
         ("h", (ring_rows, shape.intermediate), _BF16),
-        ("x_rows", (ring_rows, shape.hidden), _BF16),
+        ("x_rows", (max(ring_rows, 2 * BLOCK_ROWS), shape.hidden), _BF16),
         ("row_weights", (ring_rows,), _FP32),
         ("d_gate_up", (ring_rows, 2 * shape.intermediate), _BF16),
+        ("partials", (partials, 2 * BLOCK_ROWS, BACKWARD_TILE_COLUMNS), _FP32),
     )
     return tuple(Buffer(name=n, shape=size, element_bytes=b) for n, size, b in sizes)
 
 
-def workspace_buffers(shape: MoeShape, max_tokens: int, ring_rows: int) -> tuple[Buffer, ...]:
+def workspace_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: bool = False) -> tuple[Buffer, ...]:
     """Every buffer of the workspace of one rank (bf16).
 
-    Backward uses forward's again: dY goes through ``x`` and ``x_rows``, dX through ``y_rows``, the weighted h through
-    ``h``.
+    Backward uses forward's again: dY goes through ``x`` and ``x_rows``, dX through ``y_slots``, the weighted h through
+    ``h``. Rows that backward replays share ``x_rows`` with dY, their gate and up have the place of ``d_gate_up``.
     """
-    return (*symmetric_buffers(shape, max_tokens, ring_rows), *scratch_buffers(shape, max_tokens, ring_rows))
+    return (*symmetric_buffers(shape, max_tokens), *scratch_buffers(shape, max_tokens, ring_rows, replays=replays))
 
 
-def workspace_bytes(shape: MoeShape, max_tokens: int, ring_rows: int) -> int:
+def workspace_bytes(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: bool = False) -> int:
     """Bytes that the CUDA backend allocates on one rank, exactly: its symmetric and its local allocation."""
-    symmetric, local = (f(shape, max_tokens, ring_rows) for f in (symmetric_buffers, scratch_buffers))
-    return placed(symmetric)[1] + placed(local)[1]
-
-
-def rebuilt_bytes(shape: MoeShape, ring_rows: int, *, recompute: bool, save_x: bool) -> int:
-    """Bytes of what a backward call makes again because forward did not keep it, while it runs: x rows, gate and up."""
-    _require("ring_rows", ring_rows, 1)
-    width = (0 if save_x and not recompute else shape.hidden) + (2 * shape.intermediate if recompute else 0)
-    return ring_rows * width * _BF16
+    symmetric = symmetric_buffers(shape, max_tokens)
+    return placed(symmetric)[1] + placed(scratch_buffers(shape, max_tokens, ring_rows, replays=replays))[1]
 
 
 def saved_buffers(
@@ -191,20 +218,20 @@ def saved_buffers(
 ) -> tuple[Buffer, ...]:
     """What one layer call keeps for its backward: the contents of ``backends.base.Saved``.
 
-    Row tables, ``gate_up`` and ``x_rows`` have the ring's length, since the host never learns R.
+    ``gate_up`` and ``x_rows`` have the ring's length, row tables that of the worst case, since the host never learns R.
+    ``recompute`` keeps neither, whatever ``save_x`` says. ``tokens`` is the largest number of any rank.
     """
     size = dtype_bytes(dtype)
-    _require("tokens", tokens, 0)
     _require("ring_rows", ring_rows, 1)
     kept = [
         Buffer(name="x", shape=(tokens, shape.hidden), element_bytes=size),
         Buffer(name="slot_tables", shape=(4, tokens, shape.top_k), element_bytes=_INT32),
-        Buffer(name="row_tables", shape=(2, ring_rows), element_bytes=_INT32),
+        Buffer(name="row_tables", shape=(2, most_rows(shape, tokens)), element_bytes=_INT32),
         Buffer(name="expert_first_row", shape=(shape.experts_per_rank + 1,), element_bytes=_INT32),
     ]
     if not recompute:
         kept.append(Buffer(name="gate_up", shape=(ring_rows, 2 * shape.intermediate), element_bytes=size))
-    if save_x:
+    if save_x and not recompute:
         kept.append(Buffer(name="x_rows", shape=(ring_rows, shape.hidden), element_bytes=size))
     return tuple(kept)
 
@@ -231,14 +258,14 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def describe_workspace(shape: MoeShape, max_tokens: int, ring_rows: int) -> str:
+def describe_workspace(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: bool = False) -> str:
     """One line for the log at model build: what is allocated, its symmetric part and the largest buffers."""
-    symmetric = symmetric_buffers(shape, max_tokens, ring_rows)
-    buffers = (*symmetric, *scratch_buffers(shape, max_tokens, ring_rows))
+    symmetric = symmetric_buffers(shape, max_tokens)
+    buffers = (*symmetric, *scratch_buffers(shape, max_tokens, ring_rows, replays=replays))
     largest = sorted(buffers, key=lambda buffer: buffer.bytes, reverse=True)[:4]
     parts = ", ".join(f"{buffer.name} {format_bytes(buffer.bytes)}" for buffer in largest)
     return (
-        f"workspace {format_bytes(workspace_bytes(shape, max_tokens, ring_rows))} per rank "
+        f"workspace {format_bytes(workspace_bytes(shape, max_tokens, ring_rows, replays=replays))} per rank "
         f"({format_bytes(placed(symmetric)[1])} symmetric) for T<={max_tokens}, "
         f"H={shape.hidden}, I={shape.intermediate}, K={shape.top_k}, W={shape.ep_size}, ring {ring_rows} rows: "
         f"{parts}"

@@ -47,15 +47,17 @@ class FakeGpu:
 
 
 class FakeLibrary:
-    """Records launches and the matrices that tensor maps were asked for."""
+    """Records launches, copies of their parameters, and the matrices that tensor maps were asked for."""
 
     def __init__(self, gpu: FakeGpu) -> None:
         self._gpu = gpu
         self.launched: list[tuple[type, int, int]] = []
+        self.params: list[Any] = []
         self.encoded: list[tuple[int, list[int], dict[str, int]]] = []
 
     def launch(self, params: Any, stream: int) -> None:
         self.launched.append((type(params), self._gpu.current, stream))
+        self.params.append(type(params).from_buffer_copy(params))
 
     def encode_weights(self, maps: int, matrices: list[int], **sizes: int) -> None:
         self.encoded.append((maps, matrices, sizes))

@@ -234,7 +234,7 @@ def test_nvcc_builds_a_library_that_fits(compiled: Path) -> None:
         ("CallParams", (*abi.CallParams._fields_, ("more", ctypes.c_int64)), "size of CallParams is"),
         (
             "ReopenParams",
-            tuple(("counters", ctypes.c_void_p) if name == "tokens" else ("tokens", ctypes.c_void_p)
+            tuple(("counters", ctypes.c_void_p) if name == "dy" else ("dy", ctypes.c_void_p)
                   if name == "counters" else (name, kind) for name, kind in abi.ReopenParams._fields_),
             "offset of ReopenParams.counters is",
         ),

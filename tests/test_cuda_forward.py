@@ -56,7 +56,6 @@ def _check_schedule(outputs: list[RankOutput], case: RoutingCase, inputs: Inputs
         for name in ("row_src_rank", "row_src_slot"):
             rows, used = getattr(output.schedule, name).cpu(), getattr(expected, name)
             assert torch.equal(rows[: used.numel()], used), f"rank {rank}: {name}"
-            assert bool((rows[used.numel() :] == -1).all()), f"rank {rank}: {name} behind the rows in use"
 
 
 def _check_saved(outputs: list[RankOutput], inputs: Inputs) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from mok_megatron import memory
 from mok_megatron.backends import cuda, failures
 from mok_megatron.backends.abi import BackwardParams, ForwardParams, ReopenParams, ScheduleParams
-from mok_megatron.backends.base import WeightGrads
+from mok_megatron.backends.base import Saved, WeightGrads
 from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.backends.launches import Launches
 from mok_megatron.config import MokConfig
@@ -21,14 +22,17 @@ def _gpu(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     return install(monkeypatch)
 
 
-def _backend(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> tuple[CudaBackend, FakeLibrary]:
+def _backend(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[CudaBackend, FakeLibrary]:
     library = FakeLibrary(gpu)
     monkeypatch.setattr(cuda, "load_library", lambda _architecture: library)
     monkeypatch.setattr(cuda, "_announce", lambda _line: None)
-    return CudaBackend.create(SHAPE, MokConfig(), None, torch.device(device)), library
+    backend = CudaBackend.create(SHAPE, MokConfig(**options), None, CPU)
+    for part in (backend, backend._launches, backend._weight_maps):
+        setattr(part, "device" if part is backend else "_device", CPU)  # without an index, as tensors have it
+    return backend, library
 
 
-def _call(backend: CudaBackend, tokens: int, *, backward: bool = True) -> None:
+def _call(backend: CudaBackend, tokens: int, *, backward: bool = True) -> Saved:
     x = bf16(tokens, 128)
     w1, w2 = [bf16(128, 128) for _ in range(2)], [bf16(128, 64) for _ in range(2)]
     probs, routing_map = torch.ones(tokens, 2), torch.ones(tokens, 2, dtype=torch.bool)
@@ -38,14 +42,12 @@ def _call(backend: CudaBackend, tokens: int, *, backward: bool = True) -> None:
     if backward:
         grads = WeightGrads(w1=[torch.zeros(128, 128)] * 2, w2=[torch.zeros(128, 64)] * 2, accumulate=True)
         backend.backward(y, saved, w1, w2, grads, needs_dx=True, layer=1)
+    return saved
 
 
 @pytest.fixture(name="made")
 def _made(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> tuple[CudaBackend, FakeLibrary]:
-    backend, library = _backend(gpu, monkeypatch)
-    for part in (backend, backend._launches, backend._weight_maps):
-        setattr(part, "device" if part is backend else "_device", CPU)  # without an index, as tensors have it
-    return backend, library
+    return _backend(gpu, monkeypatch)
 
 
 def test_a_step_is_four_launches_on_one_stream(made: tuple[CudaBackend, FakeLibrary], gpu: FakeGpu) -> None:
@@ -55,6 +57,66 @@ def test_a_step_is_four_launches_on_one_stream(made: tuple[CudaBackend, FakeLibr
     assert [kind for kind, _, _ in library.launched] == kinds
     assert {stream for _, _, stream in library.launched} == {0}
     assert [line for line in gpu.said if "waits" in line] == []
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("options", "keeps_gate_up", "keeps_x_rows"),
+    [({}, True, True), ({"save_x": False}, True, False), ({"recompute": True}, False, False)],
+)
+def test_backward_is_told_what_forward_kept(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, options: dict[str, bool], keeps_gate_up: bool, keeps_x_rows: bool
+) -> None:
+    backend, library = _backend(gpu, monkeypatch, **options)
+    saved = _call(backend, 8)
+    space, (_, forward, reopen, backward) = backend.workspace, library.params
+    assert space is not None and space.sizes.replays is not keeps_x_rows
+    assert (saved.gate_up is not None, saved.x_rows is not None) == (keeps_gate_up, keeps_x_rows)
+    assert forward.gate_up == backward.gate_up == _address(saved.gate_up)
+    assert forward.x_rows == (saved.x_rows.data_ptr() if saved.x_rows is not None else space.scratch["x_rows"])
+    assert backward.x_rows == _address(saved.x_rows)
+    assert reopen.kept == keeps_x_rows
+    assert reopen.x == backward.x == forward.x == saved.x.data_ptr()
+    assert reopen.dy == backward.dy != saved.x.data_ptr()
+    assert backward.w1_forward_maps == forward.w1_maps
+    assert (forward.x_ring, forward.h) == (space.scratch["x_rows"], space.scratch["h"])
+    rings = {name: getattr(backward, name) for name in ("dy_rows", "d_gate_up", "h_rows", "row_weights", "partials")}
+    names = {"dy_rows": "x_rows", "h_rows": "h"}
+    assert rings == {name: space.scratch[names.get(name, name)] for name in rings}
+
+
+@pytest.mark.parametrize(
+    ("ring_rows", "tokens", "capacity", "most"),
+    [(None, 8, 256, 256), (128, 8, 128, 256), (128, 200, 128, 384), (130, 200, 256, 384), (1024, 200, 384, 384)],
+)
+def test_a_call_knows_its_capacity_and_the_most_rows(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, ring_rows: int | None, tokens: int, capacity: int, most: int
+) -> None:
+    """8 tokens reach 2 experts at most, one block each; 200 tokens are 2 blocks and one more where both are ragged."""
+    backend, library = _backend(gpu, monkeypatch, ring_rows=ring_rows)
+    backend.reserve(300)
+    saved = _call(backend, tokens)
+    assert [(params.call.capacity, params.call.max_rows) for params in library.params] == [(capacity, most)] * 4
+    assert saved.gate_up is not None and saved.gate_up.shape[0] == capacity
+    assert saved.x_rows is not None and saved.x_rows.shape[0] == capacity
+    assert saved.schedule.row_src_rank.shape[0] == most == memory.most_rows(SHAPE, tokens)
+
+
+def test_backward_works_in_the_capacity_of_its_forward(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the workspace has grown in between."""
+    backend, library = _backend(gpu, monkeypatch, ring_rows=None)
+    saved = _call(backend, 200, backward=False)
+    forward = library.params[-1]
+    _call(backend, 1000)
+    grads = WeightGrads(w1=[torch.zeros(128, 128)] * 2, w2=[torch.zeros(128, 64)] * 2, accumulate=True)
+    w1, w2 = [bf16(128, 128) for _ in range(2)], [bf16(128, 64) for _ in range(2)]
+    backend.backward(bf16(200, 128), saved, w1, w2, grads, needs_dx=False, layer=1)
+    for params in library.params[-2:]:
+        assert (params.call.capacity, params.call.max_rows) == (forward.call.capacity, forward.call.max_rows)
+    assert library.params[-1].dx is None and not library.params[-1].wants_dx
 
 
 def test_launches_go_to_the_tensors_device(gpu: FakeGpu) -> None:

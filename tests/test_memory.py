@@ -10,24 +10,82 @@ from hypothesis import strategies as st
 from mok_megatron import memory
 from mok_megatron.backends.workspace import Sizes, Workspace
 from mok_megatron.config import MoeShape
+from mok_megatron.tile_order import backward_ring
 
 SMALL = MoeShape(hidden=256, intermediate=128, num_experts=8, top_k=2, ep_size=2)
 
 
 def test_workspace_bytes_by_hand() -> None:
-    # T=128, C=640 (5 blocks), H=256, I=128, E=8, e=4, K=2, W=2
-    symmetric = 2 * 4 + 2 * 4 + 4 + 2 * 2 * 8 * 4 + 2 * 5 * 4 + 640 * 2 * 4 + 2 * 128 * 2 * 4  # flags, counts, tables
-    symmetric += 128 * 2 * 4 + 640 * 4  # weights, d_weight_parts
-    symmetric += 640 * 256 * 2 + 128 * 256 * 2  # y_rows, x
+    # T=128, C=1536 (more than R, so no expert is cut), H=256, I=128, E=8, e=4, K=2, W=2, R=896 (7 blocks)
+    symmetric = 2 * 4 + 2 * 4 + 4 + 2 * 4 + 2 * 2 * 8 * 4 + 2 * 7 * 4  # flags, counts, FC2 counters
+    symmetric += 896 * 2 * 4 + 2 * 128 * 2 * 4 + 128 * 2 * 4  # row_source, slot tables, weights
+    symmetric += 128 * 2 * 1 * 4 + 128 * 2 * 256 * 2 + 2 * 128 * 256 * 2  # d_weight_parts, y_slots, x and replay_x
     token_blocks = 128 // memory.TOKENS_PER_BLOCK
-    scratch = 3 * 4 + (2 * 5 + 128 + 4) * 4 + 5 * 4 + 8 * 4 + token_blocks * 8 * 4 + 128 * 4 + 4 * 4 + 4 * 4
-    scratch += 640 * 128 * 2 + 640 * 256 * 2  # h, x_rows
-    scratch += 640 * 4 + 640 * 256 * 2  # row_weights, d_gate_up
-    assert sum(b.bytes for b in memory.symmetric_buffers(SMALL, 128, 640)) == symmetric
-    assert sum(b.bytes for b in memory.scratch_buffers(SMALL, 128, 640)) == scratch
-    placed = memory.workspace_bytes(SMALL, 128, 640) - symmetric - scratch
-    count = len(memory.workspace_buffers(SMALL, 128, 640))
+    scratch = 3 * 4 + (128 + 5 * 7) * 4 + 5 * 4 + 8 * 4 + token_blocks * 8 * 4 + 128 * 4 + 4 * 4 + 4 * 4
+    scratch += 1536 * 128 * 2 + 1536 * 256 * 2  # h, x_rows
+    scratch += 1536 * 4 + 1536 * 256 * 2  # row_weights, d_gate_up
+    assert sum(b.bytes for b in memory.symmetric_buffers(SMALL, 128)) == symmetric
+    assert sum(b.bytes for b in memory.scratch_buffers(SMALL, 128, 1536)) == scratch
+    placed = memory.workspace_bytes(SMALL, 128, 1536) - symmetric - scratch
+    count = len(memory.workspace_buffers(SMALL, 128, 1536))
     assert count * memory.GUARD <= placed < count * (memory.GUARD + memory.ALIGNMENT)
+
+
+def test_dy_and_x_have_a_block_each_in_the_smallest_ring() -> None:
+    (x_rows,) = (b for b in memory.scratch_buffers(SMALL, 128, 128) if b.name == "x_rows")
+    assert x_rows.shape == (256, 256)
+
+
+PARTIALS = (1 * 1 + 1 * 1) * 256 * 256 * 4
+"""Of SMALL: dW2 [256, 128] and dW1 [256, 256] are one tile of 256 x 256 each, in fp32."""
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows", "replays", "expected"),
+    [
+        (128, 1024, False, 0),  # more than R = 896: neither ring nor pieces
+        (128, 896, False, 0),
+        (128, 768, False, PARTIALS),  # R exceeds C, backward's ring is 3 blocks, a segment 1, an expert 2
+        (64, 384, False, 0),  # likewise, but an expert is 1 block
+        (128, 896, True, PARTIALS),  # replayed whatever the routing: ring 3, segment 1, expert 2
+        (128, 1408, True, PARTIALS),  # ring 5, segment 1
+        (128, 1536, True, 0),  # ring 6, segment 2
+    ],
+)
+def test_partial_sums_where_an_expert_may_be_cut(tokens: int, rows: int, replays: bool, expected: int) -> None:
+    with_them = memory.scratch_buffers(SMALL, tokens, rows, replays=replays)
+    (partials,) = (buffer for buffer in with_them if buffer.name == "partials")
+    assert partials.bytes == expected
+
+
+def test_partial_sums_of_ragged_matrices() -> None:
+    shape = MoeShape(hidden=320, intermediate=192, num_experts=8, top_k=2, ep_size=2)
+    # dW2 [320, 192] is 2 x 1 tiles, dW1 [384, 320] is 2 x 2
+    assert memory.partial_tiles(shape, 1024, 256, replays=False) == 6
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_no_smaller_call_cuts_an_expert_without_partial_sums(data: st.DataObject) -> None:
+    """One rank's capacity follows the call's tokens: (6 experts, K=4, T=256) cuts none, 129 tokens of it cut one."""
+    experts = data.draw(st.integers(1, 16))
+    shape = MoeShape(hidden=8, intermediate=8, num_experts=experts, top_k=data.draw(st.integers(1, experts)))
+    tokens = data.draw(st.integers(1, 2048))
+    ring = data.draw(st.one_of(st.just(memory.default_ring_rows(shape, tokens)), st.integers(1, 64).map((128).__mul__)))
+    replays = data.draw(st.booleans())
+    if memory.partial_tiles(shape, tokens, ring, replays=replays) == 0:
+        fewer = data.draw(st.integers(1, tokens))
+        most = memory.most_rows(shape, fewer)
+        capacity = min(ring, most)
+        uncut = -(-fewer // 128) <= backward_ring(capacity // 128).segment
+        assert uncut or not (replays or most > capacity)
+
+
+def test_one_rank_takes_the_call_that_cuts_into_account() -> None:
+    shape = MoeShape(hidden=8, intermediate=8, num_experts=6, top_k=4)
+    assert memory.default_ring_rows(shape, 256) == 1664
+    # 256 tokens: ring 6 of 13 blocks, segment 2, expert 2. 129 tokens: R is 9 blocks, ring 4, segment 1, expert 2.
+    assert [memory.partial_tiles(shape, 256, 1664, replays=replays) for replays in (False, True)] == [0, 2]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -35,33 +93,30 @@ def test_allocated_bytes_are_what_a_workspace_allocates(ranks: int, monkeypatch:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # there may be no GPU to pin for
     for tokens, rows in ((0, 128), (1, 128), (100, 640), (1024, 2176)):
         shape = MoeShape(hidden=256, intermediate=192, num_experts=16, top_k=3, ep_size=ranks)
-        spaces = Workspace.local(Sizes(shape=shape, max_tokens=tokens, ring_rows=rows), torch.device("cpu"))
-        expected = memory.workspace_bytes(shape, tokens, rows)
+        replays = tokens == 100
+        sizes = Sizes(shape=shape, max_tokens=tokens, ring_rows=rows, replays=replays)
+        spaces = Workspace.local(sizes, torch.device("cpu"))
+        expected = memory.workspace_bytes(shape, tokens, rows, replays=replays)
         assert [s.symmetric_bytes.numel() + s.scratch_bytes.numel() for s in spaces] == [expected] * ranks
         assert spaces[0].layout.bytes == spaces[0].symmetric_bytes.numel()
 
 
-def test_rebuilt_bytes_are_those_that_forward_did_not_keep() -> None:
-    assert memory.rebuilt_bytes(SMALL, 640, recompute=False, save_x=True) == 0
-    assert memory.rebuilt_bytes(SMALL, 640, recompute=False, save_x=False) == 640 * 256 * 2
-    assert memory.rebuilt_bytes(SMALL, 640, recompute=True, save_x=True) == 640 * (256 + 256) * 2
-
-
 def test_workspace_does_not_grow_with_layers_and_little_with_ranks() -> None:
-    """The large buffers depend on T and C alone; a 95 GiB workspace once came from multiplying them by W."""
+    """The wide buffers depend on T and C alone; a 95 GiB workspace once came from multiplying them by W."""
     sizes = []
     for ranks in (8, 64):
         shape = MoeShape(hidden=7168, intermediate=2048, num_experts=256, top_k=8, ep_size=ranks)
         sizes.append(memory.workspace_bytes(shape, 8192, 82432))
-    assert sizes[1] < sizes[0] * 1.001
+    assert sizes[1] < sizes[0] * 1.005  # tables hold the worst case
 
 
 def test_saved_bytes_by_hand() -> None:
-    # x, four slot tables, two row tables, expert_first_row
-    base = 128 * 256 * 2 + 4 * 128 * 2 * 4 + 2 * 640 * 4 + 5 * 4
+    # x, four slot tables, two row tables of the worst case (896 rows), expert_first_row
+    base = 128 * 256 * 2 + 4 * 128 * 2 * 4 + 2 * 896 * 4 + 5 * 4
     gate_up, x_rows = 640 * 256 * 2, 640 * 256 * 2
     assert memory.saved_bytes(SMALL, 128, 640) == base + gate_up + x_rows
-    assert memory.saved_bytes(SMALL, 128, 640, recompute=True) == base + x_rows
+    assert memory.saved_bytes(SMALL, 128, 640, save_x=False) == base + gate_up
+    assert memory.saved_bytes(SMALL, 128, 640, recompute=True) == base
     assert memory.saved_bytes(SMALL, 128, 640, recompute=True, save_x=False) == base
 
 
@@ -69,13 +124,14 @@ def test_deepseek_v3_ep64_is_about_what_the_buffers_add_up_to() -> None:
     shape = MoeShape(hidden=7168, intermediate=2048, num_experts=256, top_k=8, ep_size=64)
     ring = memory.default_ring_rows(shape, 8192)
     assert ring == 82432  # ceil((8192 * 8 * 1.25 + 4 * 127) / 128) * 128
-    big = ring * (7168 * 2 + 2048 * 3) * 2 + 8192 * 7168 * 2
+    big = 8192 * 7168 * 2 * (8 + 2) + ring * (7168 + 2048 * 3) * 2  # y_slots, x, replay_x; x_rows, h, d_gate_up
+    big += (28 * 8 + 16 * 28) * 256 * 256 * 4  # partials
     total = memory.workspace_bytes(shape, 8192, ring)
-    assert big < total < big * 1.002
+    assert big < total < big * 1.01
     assert total < 4 << 30
     text = memory.describe_workspace(shape, 8192, ring)
-    assert text.startswith("workspace 3.26 GiB per rank (1.21 GiB symmetric) for T<=8192, H=7168, I=2048, K=8, W=64")
-    assert text.endswith("ring 82432 rows: y_rows 1.10 GiB, x_rows 1.10 GiB, d_gate_up 644.0 MiB, h 322.0 MiB")
+    assert text.startswith("workspace 3.32 GiB per rank (1.11 GiB symmetric) for T<=8192, H=7168, I=2048, K=8, W=64")
+    assert text.endswith("ring 82432 rows: x_rows 1.10 GiB, y_slots 896.0 MiB, d_gate_up 644.0 MiB, h 322.0 MiB")
 
 
 def test_worst_case_by_hand() -> None:

@@ -15,7 +15,7 @@ import yaml
 
 from mok_megatron import cli
 from mok_megatron.hardware import gpu
-from mok_megatron.memory import default_ring_rows, rebuilt_bytes, workspace_bytes
+from mok_megatron.memory import default_ring_rows, workspace_bytes
 from mok_megatron.model_config import load_model_config, shipped_configs
 from mok_megatron.params import count_params
 from mok_megatron.planner import report
@@ -87,8 +87,16 @@ def test_memory_of_deepseek_v3_by_hand() -> None:
     assert use.optimizer == pytest.approx(12 * (expert_params + (params - expert_params) / 64), rel=1e-6)
     assert plan.memory.total >= use.total or plan.recompute != "none"
     assert plan.ring_rows == default_ring_rows(shape, 4096)
-    rebuilt = rebuilt_bytes(shape, plan.ring_rows, recompute=False, save_x=plan.recompute == "none")
-    assert plan.memory.workspace == workspace_bytes(shape, 4096, plan.ring_rows) + rebuilt
+    replays = plan.recompute != "none"
+    assert plan.memory.workspace == workspace_bytes(shape, 4096, plan.ring_rows, replays=replays)
+
+
+@pytest.mark.parametrize(("level", "replays"), [("none", False), ("no-save-x", True), ("mok", True)])
+def test_plans_that_keep_less_count_the_sums_that_replaying_needs(level: str, replays: bool) -> None:
+    """With EP 1 a ring holds any routing, so only a plan that replays cuts experts into pieces."""
+    plan = pinned(job("qwen3-30b-a3b"), level, tp=1, pp=1, vpp=1, cp=1, ep=1, micro_batch=1)
+    shape = load_model_config("qwen3-30b-a3b").architecture.moe_shape(1)
+    assert plan.memory.workspace == workspace_bytes(shape, 4096, plan.ring_rows, replays=replays)
 
 
 def test_each_recompute_level_needs_less_memory_and_more_time() -> None:

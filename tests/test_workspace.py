@@ -39,8 +39,8 @@ def test_buffers_are_aligned_and_apart(gpu: FakeGpu, ep_size: int, tokens: int) 
         layout = {name: getattr(space.layout, name) for name, _ in space.layout._fields_ if name != "bytes"}
         local = {name: address - space.scratch_bytes.data_ptr() for name, address in space.scratch.items()}
         for offsets, buffers, whole in (
-            (layout, memory.symmetric_buffers(sizes.shape, tokens, 256), space.symmetric_bytes),
-            (local, memory.scratch_buffers(sizes.shape, tokens, 256), space.scratch_bytes),
+            (layout, sizes.symmetric_buffers(), space.symmetric_bytes),
+            (local, sizes.scratch_buffers(), space.scratch_bytes),
         ):
             assert set(offsets) == {buffer.name for buffer in buffers}
             end = 0
@@ -96,8 +96,8 @@ def test_a_workspace_that_nobody_holds_is_not_watched(gpu: FakeGpu) -> None:
         ),
         ({"code": 1, "phase": 7}, "phase weight gradients, .* for its own kernels .item 17, wanted 256, seen 128"),
         ({"code": 2, "peer": 1}, "rank 1 failed and said so"),
-        ({"code": 3}, r"256 routed rows exceed the 128 .* by 128: raise ring_rows .* to at least 256"),
-        ({"code": 4, "want": 8, "seen": 9}, "token 17 is routed to 9 experts, more than top_k=8"),
+        ({"code": 1, "phase": 8}, "phase ring, .* for its own kernels .item 17, wanted 256, seen 128"),
+        ({"code": 3, "want": 8, "seen": 9}, "token 17 is routed to 9 experts, more than top_k=8"),
     ],
 )
 def test_messages_of_failures(changes: dict[str, int], message: str) -> None:

@@ -28,8 +28,8 @@ CANARY = 0xA5
 HIDDEN, INTERMEDIATE = 320, 192
 """Multiples of 64 but not of the tiles' 128 and 256 columns, so every tile kind has a ragged edge."""
 
-DATA_BUFFERS = ("row_source", "slot_dst_rank", "slot_dst_row", "weights", "d_weight_parts", "y_rows", "x")
-DATA_SCRATCH = ("h", "x_rows", "block_counts", "route_base", "token_order", "row_weights", "d_gate_up")
+DATA_BUFFERS = ("row_source", "slot_dst_rank", "slot_dst_row", "weights", "d_weight_parts", "y_slots", "x", "replay_x")
+DATA_SCRATCH = ("h", "x_rows", "block_counts", "route_base", "token_order", "row_weights", "d_gate_up", "partials")
 """Buffers that hold no state between calls, so a call must not read what an earlier one left there."""
 
 
@@ -86,10 +86,9 @@ class VirtualRanks:
     def poison(self) -> None:
         """NaN (all bits set) into every buffer that carries nothing from call to call, canaries behind every buffer."""
         for space in self.spaces():
-            sizes = (space.sizes.shape, space.sizes.max_tokens, space.sizes.ring_rows)
             for memory_bytes, buffers, data in (
-                (space.symmetric_bytes, memory.symmetric_buffers(*sizes), DATA_BUFFERS),
-                (space.scratch_bytes, memory.scratch_buffers(*sizes), DATA_SCRATCH),
+                (space.symmetric_bytes, space.sizes.symmetric_buffers(), DATA_BUFFERS),
+                (space.scratch_bytes, space.sizes.scratch_buffers(), DATA_SCRATCH),
             ):
                 for buffer, (first, last) in _spans(buffers):
                     if buffer.name in data:
@@ -99,10 +98,9 @@ class VirtualRanks:
     def check_canaries(self) -> None:
         """Assert that nothing was written behind any buffer."""
         for space in self.spaces():
-            sizes = (space.sizes.shape, space.sizes.max_tokens, space.sizes.ring_rows)
             for memory_bytes, buffers in (
-                (space.symmetric_bytes, memory.symmetric_buffers(*sizes)),
-                (space.scratch_bytes, memory.scratch_buffers(*sizes)),
+                (space.symmetric_bytes, space.sizes.symmetric_buffers()),
+                (space.scratch_bytes, space.sizes.scratch_buffers()),
             ):
                 for buffer, (first, last) in _spans(buffers):
                     guard = memory_bytes[first + buffer.bytes : last]

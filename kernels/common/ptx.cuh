@@ -108,6 +108,18 @@ __device__ __forceinline__ void add_release_system(uint32_t* address, uint32_t v
   asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// Four sums at once, without waiting for what was there.
+__device__ __forceinline__ void add_relaxed(float4* address, float4 v) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v.x), "f"(v.y), "f"(v.z),
+               "f"(v.w)
+               : "memory");
+}
+
+// `bytes` is a multiple of 16.
+__device__ __forceinline__ void prefetch_l2(const void* address, int32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(address), "r"(bytes) : "memory");
+}
+
 // Makes a tensor map that the host wrote to global memory visible to the copy engine.
 __device__ __forceinline__ void acquire_tensor_map(const void* map) {
   asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");

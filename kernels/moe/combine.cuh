@@ -1,4 +1,5 @@
-// Sum of a token's rows over its routes, pulled from the ranks that computed them.
+// Sum of a token's rows over its routes. The experts' ranks push a route's row into the token's own slot, so no routing
+// needs more room than T K rows here, and nobody's progress waits for a sum.
 #pragma once
 
 #include "../common/sync.cuh"
@@ -19,7 +20,8 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
-// What is summed: rows of the ranks' symmetric y_rows, complete when the row block's fc2_done counter says `columns`.
+// What is summed: rows of this rank's y_slots, complete when fc2_done of the row block at the expert's rank says
+// `columns`.
 struct TokenSums {
   const float* weights;         // [T, K] factors, or null: 1
   const int32_t* slot_dst_rank; // [T, K]
@@ -31,18 +33,19 @@ struct TokenSums {
 
 // No further result per slot.
 struct NoSlotSums {
-  __device__ __forceinline__ void operator()(int64_t /*slot*/, int32_t /*rank*/, int32_t /*row*/) const {}
+  __device__ __forceinline__ void operator()(int64_t /*slot*/, bool /*present*/) const {}
 };
 
 // out[t] = sum over k, ascending, of weight[t, k] * row of slot (t, k): fp32, one rounding. A warp takes whole tokens
-// from a ticket, those first whose experts come first; `per_slot(slot, rank, row)` is called by one lane per slot, with
-// rank -1 where the route is absent, when the row is complete.
+// from a ticket, those first whose experts come first; `per_slot(slot, present)` is called by one lane per slot, when
+// the row is complete or the route is absent.
 template <bool kSystem, class PerSlot>
 __device__ __forceinline__ void combine_tokens(const CallParams& call, const TokenSums& t, uint32_t* tickets,
                                                uint32_t epoch, PerSlot per_slot) {
   constexpr int32_t kInFlight = 8;
   const int32_t lane = threadIdx.x % 32, vectors = call.hidden / 8;
-  const int64_t row_blocks = call.capacity / kBlockRows;
+  const int64_t row_blocks = call.max_rows / kBlockRows;
+  const uint4* slots = at<const uint4>(call.local, call.layout.y_slots);
   for (;;) {
     int32_t ticket = 0;
     if (lane == 0) ticket = static_cast<int32_t>(atomicAdd(tickets + kTokenTicket, 1));
@@ -55,13 +58,12 @@ __device__ __forceinline__ void combine_tokens(const CallParams& call, const Tok
       const int64_t slot = static_cast<int64_t>(token) * call.top_k + lane;
       const int32_t rank = t.slot_dst_rank[slot], row = t.slot_dst_row[slot];
       if (rank >= 0) {
-        uint8_t* peer = call.peers[rank];
-        const uint32_t* done = at<const uint32_t>(peer, call.layout.fc2_done) + (epoch & 1) * row_blocks;
+        const uint32_t* done = at<const uint32_t>(call.peers[rank], call.layout.fc2_done) + (epoch & 1) * row_blocks;
         wait_count<kSystem>(call, done + row / kBlockRows, t.columns, Phase::kCombine, rank, row / kBlockRows);
-        source = at<const uint4>(peer, call.layout.y_rows) + static_cast<int64_t>(row) * vectors;
+        source = slots + slot * vectors;
         weight = t.weights == nullptr ? 1.0f : t.weights[slot];
       }
-      per_slot(slot, rank, row);
+      per_slot(slot, rank >= 0);
     }
     __syncwarp();
     if (t.out == nullptr) continue;

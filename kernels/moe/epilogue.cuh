@@ -1,8 +1,10 @@
-// From accumulators to bf16 chunks in shared memory, and from there to global memory by the copy engine.
+// From accumulators to chunks in shared memory, and from there to global memory: by the copy engine where the rows lie
+// together, by the threads where each goes its own way.
 #pragma once
 
 #include "../sm90/mainloop.cuh"
 #include "combine.cuh"
+#include "dispatch.cuh"
 
 namespace mok::sm90 {
 
@@ -49,8 +51,11 @@ struct ChunkTarget {
   bool inside; // false: past the last column, nothing to store
 };
 
-// Writes one warpgroup's chunks through a ring of buffers. One thread issues the copies; that they have arrived is
-// reported a little later, out of the next tile's main loop, so that nobody waits for it.
+inline constexpr int kScatterRows = 4; // rows per thread and chunk of 64
+
+// Writes one warpgroup's chunks through a ring of buffers. `put`: one thread issues a copy. `scatter`: the threads
+// store whole lines, between begin_scatter and end_scatter. That all has arrived is reported a little later, out of the
+// next tile's main loop, so that nobody waits for it.
 struct Stager {
   SharedStorage& s;
   int32_t group;
@@ -78,6 +83,32 @@ struct Stager {
       ptx::cp_async_bulk_commit_group();
     }
     buffer = (buffer + 1) % kChunkBuffers;
+    unreported = true;
+  }
+
+  __device__ __forceinline__ void begin_scatter() const {
+    if (elected()) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<0>{});
+    sync_threads<128>(kGroupBarrier + group);
+  }
+
+  // stage(buffer) fills it by all threads; then store(i, value) is called for rows 16 i + thread / 8 of the buffer, 128
+  // bytes each, and their 16 bytes number thread % 8, of which `place(row, unit)` is the index.
+  template <class Stage, class Place, class Store>
+  __device__ __forceinline__ void scatter(Stage stage, Place place, Store store) {
+    const int32_t thread = threadIdx.x % 128;
+    __nv_bfloat16* chunk = s.staging[group][buffer];
+    stage(chunk); // the barrier of the other buffer came after everybody's loads from this one
+    sync_threads<128>(kGroupBarrier + group);
+#pragma unroll
+    for (int32_t i = 0; i < kScatterRows; ++i) {
+      const int32_t row = 16 * i + thread / 8;
+      store(i, *(reinterpret_cast<const uint4*>(chunk) + 8 * row + place(row, thread % 8)));
+    }
+    buffer = (buffer + 1) % kChunkBuffers;
+  }
+
+  __device__ __forceinline__ void end_scatter() {
+    sync_threads<128>(kGroupBarrier + group); // the one who reports answers for all
     unreported = true;
   }
 
@@ -128,17 +159,62 @@ __device__ __forceinline__ void emit_fc1(Stager& stager, Accumulators& acc, cons
   }
 }
 
-// Accumulators as they are; `columns` is the width H of the output.
-__device__ __forceinline__ void emit_rows(Stager& stager, Accumulators& acc, const CUtensorMap* map, int32_t columns,
-                                          int32_t first_column, int32_t first_row) {
+// Index of 16 bytes of a row that stage_chunk wrote.
+struct SwizzledPlace {
+  __device__ __forceinline__ int32_t operator()(int32_t row, int32_t unit) const { return unit ^ row % 8; }
+};
+
+// A warpgroup's [64, 256] as bf16, each row to its own place: `row_start(i)`, for rows 16 i + thread / 8, is the
+// address of the row's first column here, or null. `columns` counts those that exist, a multiple of 64.
+template <class RowStart>
+__device__ __forceinline__ void emit_rows(Stager& stager, Accumulators& acc, int32_t columns, RowStart row_start) {
+  uint4* to[kScatterRows];
 #pragma unroll
-  for (int32_t chunk = 0; chunk < kFc2Columns / kChunkColumns; ++chunk) {
-    const int32_t column = first_column + kChunkColumns * chunk;
-    stager.put({map, column, -1, first_row, column < columns}, [&](int32_t c, int32_t half) {
-      const int32_t i = 32 * chunk + 4 * c + 2 * half;
-      return pack_bf16(acc[i], acc[i + 1]);
-    });
+  for (int32_t i = 0; i < kScatterRows; ++i) {
+    to[i] = row_start(i);
+    if (to[i] != nullptr) to[i] += threadIdx.x % 8;
   }
+  stager.begin_scatter();
+#pragma unroll
+  for (int32_t chunk = 0; chunk < kTileColumns / kChunkColumns; ++chunk) {
+    if (kChunkColumns * chunk >= columns) break;
+    stager.scatter(
+        [&](__nv_bfloat16* staging) {
+          stage_chunk(staging, [&](int32_t c, int32_t half) {
+            const int32_t i = 32 * chunk + 4 * c + 2 * half;
+            return pack_bf16(acc[i], acc[i + 1]);
+          });
+        },
+        SwizzledPlace{},
+        [&](int32_t i, uint4 value) {
+          if (to[i] != nullptr) to[i][kChunkColumns / 8 * chunk] = value;
+        });
+  }
+  stager.end_scatter();
+}
+
+// Where a warpgroup's rows go: each to its token's slot at the token's rank. Looked up before the tile is multiplied,
+// so that nobody waits for it afterwards.
+struct SlotRows {
+  RowSource source[kScatterRows]; // of rows 16 i + thread / 8
+
+  __device__ __forceinline__ void look_up(const SourceTable& sources, int32_t first_row) {
+#pragma unroll
+    for (int32_t i = 0; i < kScatterRows; ++i)
+      source[i] = sources[first_row + 16 * i + static_cast<int32_t>(threadIdx.x % 128 / 8)];
+  }
+};
+
+// Expert outputs, in backward dX.
+template <bool kSystem>
+__device__ __forceinline__ void emit_slots(Stager& stager, Accumulators& acc, const CallParams& call,
+                                           const SlotRows& rows, int32_t first_column) {
+  emit_rows(stager, acc, call.hidden - first_column, [&](int32_t i) -> uint4* {
+    const RowSource to = rows.source[i];
+    if (to.rank < 0) return nullptr;
+    uint8_t* peer = kSystem ? call.peers[to.rank] : call.local;
+    return at<uint4>(peer, call.layout.y_slots) + (static_cast<int64_t>(to.slot) * call.hidden + first_column) / 8;
+  });
 }
 
 } // namespace mok::sm90

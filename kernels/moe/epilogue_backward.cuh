@@ -8,16 +8,17 @@ namespace mok::sm90 {
 // What the gradient of the activation needs besides the accumulators, and where its results go.
 struct ActivationGrad {
   SwiGlu activation;
-  const uint32_t* gate_up;      // bf16 pairs [C, 2I]
-  const float* row_weights;     // [C]
-  float* weight_parts;          // [C, parts]: one part per column tile
+  const uint32_t* gate_up;      // bf16 pairs [64, 2I] of the warpgroup's rows
+  const float* row_weights;     // [64]
+  SourceTable sources;          // their slots at the tokens' ranks get parts of the router weights' gradients
   const CUtensorMap* d_gate_up; // [C, 2, I]
   const CUtensorMap* h_rows;    // [C, I]
   int32_t columns;              // I
-  int32_t parts;
+  int32_t parts;                // column tiles, each makes a part
   int32_t part;
   int32_t first_column;
-  int32_t first_row; // of the warpgroup
+  int32_t first_row; // of the warpgroup, among the rank's
+  int32_t place;     // of that row in d_gate_up and h_rows
 };
 
 struct PairGrad {
@@ -45,8 +46,10 @@ __device__ __forceinline__ PairGrad pair_grad(const SwiGlu& f, uint32_t gate, ui
 }
 
 // acc is dA [64, 256], the gradient of the activation before the router weight.
-__device__ __forceinline__ void emit_activation_grad(Stager& stager, Accumulators& acc, const ActivationGrad& to) {
-  const int32_t lane = threadIdx.x % 32, row = to.first_row + 16 * (threadIdx.x / 32 % 4) + lane / 4;
+template <bool kSystem>
+__device__ __forceinline__ void emit_activation_grad(Stager& stager, Accumulators& acc, const CallParams& call,
+                                                     const ActivationGrad& to) {
+  const int32_t lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32 % 4) + lane / 4;
   float weight[2], dot[2] = {0.0f, 0.0f};
   for (int32_t half = 0; half < 2; ++half) weight[half] = __ldcg(to.row_weights + row + 8 * half);
 #pragma unroll
@@ -54,6 +57,9 @@ __device__ __forceinline__ void emit_activation_grad(Stager& stager, Accumulator
     const int32_t column = to.first_column + kChunkColumns * chunk;
     const bool inside = column < to.columns;
     uint32_t gate[16], up[16], h[16];
+    const bool last = chunk == kTileColumns / kChunkColumns - 1;
+    RowSource source[2];
+    for (int32_t half = 0; half < 2 && last; ++half) source[half] = to.sources[to.first_row + row + 8 * half];
     if (inside) {
 #pragma unroll
       for (int32_t i = 0; i < 16; ++i) { // column pair i / 2, row half i % 2
@@ -72,60 +78,123 @@ __device__ __forceinline__ void emit_activation_grad(Stager& stager, Accumulator
         dot[i % 2] += grad.dot;
       }
     }
-    if (chunk == kTileColumns / kChunkColumns - 1) {
+    if (last) {
       // Before the last barrier of the tile, so that whoever is told of the tile sees it.
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
         float sum = dot[half];
         sum += __shfl_xor_sync(~0u, sum, 1);
         sum += __shfl_xor_sync(~0u, sum, 2);
-        if (lane % 4 == 0) to.weight_parts[static_cast<int64_t>(row + 8 * half) * to.parts + to.part] = sum;
+        if (lane % 4 != 0 || source[half].rank < 0) continue;
+        uint8_t* peer = kSystem ? call.peers[source[half].rank] : call.local;
+        at<float>(peer, call.layout.d_weight_parts)[static_cast<int64_t>(source[half].slot) * to.parts + to.part] = sum;
       }
     }
     const auto pairs = [](const uint32_t (&values)[16]) {
       return [&values](int32_t c, int32_t half) { return values[2 * c + half]; };
     };
-    stager.put({to.d_gate_up, column, 0, to.first_row, inside}, pairs(gate));
-    stager.put({to.d_gate_up, column, 1, to.first_row, inside}, pairs(up));
-    stager.put({to.h_rows, column, -1, to.first_row, inside}, pairs(h));
+    stager.put({to.d_gate_up, column, 0, to.place, inside}, pairs(gate));
+    stager.put({to.d_gate_up, column, 1, to.place, inside}, pairs(up));
+    stager.put({to.h_rows, column, -1, to.place, inside}, pairs(h));
   }
 }
 
-__device__ __forceinline__ float2 load_pair(const float* p) { return *reinterpret_cast<const float2*>(p); }
-__device__ __forceinline__ float2 load_pair(const __nv_bfloat16* p) {
-  return __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(p));
-}
-__device__ __forceinline__ void store_pair(float* p, float2 v) { *reinterpret_cast<float2*>(p) = v; }
-__device__ __forceinline__ void store_pair(__nv_bfloat16* p, float2 v) {
-  *reinterpret_cast<__nv_bfloat162*>(p) = __floats2bfloat162_rn(v.x, v.y);
+// A tile of a weight gradient [lines, columns] in bf16 or fp32. Sizes are multiples of 64, only this tile touches these
+// elements, and what is added to them is the whole sum, so the sum has one order.
+struct WeightGradTile {
+  int32_t lines;
+  int32_t columns;
+  int32_t first_line; // of the warpgroup
+  int32_t first_column;
+
+  __device__ __forceinline__ bool outside() const { return first_line >= lines; }
+  template <class T> __device__ __forceinline__ T* line(T* grad, int32_t i) const {
+    return grad + static_cast<int64_t>(first_line + i) * columns + first_column;
+  }
+};
+
+__device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& acc, __nv_bfloat16* grad,
+                                                 const WeightGradTile& tile) {
+  emit_rows(stager, acc, tile.columns - tile.first_column, [&](int32_t i) {
+    return reinterpret_cast<uint4*>(tile.line(grad, 16 * i + static_cast<int32_t>(threadIdx.x % 128 / 8)));
+  });
 }
 
-// A warpgroup's [64, 256] of a weight gradient [rows, columns], added to what is there or in its place. Only this tile
-// touches these elements, so the sum has one order. Sizes are multiples of 64.
-template <class T>
-__device__ __forceinline__ void emit_weight_grad(const Accumulators& acc, T* grad, int32_t rows, int32_t columns,
-                                                 int32_t first_row, int32_t first_column, bool accumulate) {
+// fp32, in its place or added to it. Lines of 32 columns are staged so that neither side has bank conflicts.
+__device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& acc, float* grad,
+                                                 const WeightGradTile& tile, bool accumulate) {
+  constexpr int32_t kColumns = 32;
+  const int32_t thread = threadIdx.x % 128, lane = thread % 32, row = 16 * (thread / 32) + lane / 4;
+  const auto place = [](int32_t line, int32_t unit) { return unit ^ 2 * (line % 4); };
+  float4* to = reinterpret_cast<float4*>(tile.line(grad, thread / 8)) + thread % 8;
+  const int64_t stride = static_cast<int64_t>(4) * tile.columns; // 16 lines in units of 16 bytes
+  stager.begin_scatter();
+#pragma unroll
+  for (int32_t chunk = 0; chunk < kTileColumns / kColumns; ++chunk) {
+    if (tile.first_column + kColumns * chunk >= tile.columns) break;
+    stager.scatter(
+        [&](__nv_bfloat16* staging) {
+          auto* pairs = reinterpret_cast<float2*>(staging);
+#pragma unroll
+          for (int32_t i = 0; i < 8; ++i) { // column group i / 2, row half i % 2
+            const int32_t line = row + 8 * (i % 2), a = 16 * chunk + 2 * i;
+            pairs[16 * line + 2 * place(line, 2 * (i / 2) + lane % 4 / 2) + lane % 2] = {acc[a], acc[a + 1]};
+          }
+        },
+        place,
+        [&](int32_t i, uint4 bits) {
+          const float4 value = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
+                                __uint_as_float(bits.w)};
+          float4* address = to + i * stride + kColumns / 4 * chunk;
+          if (accumulate)
+            add_relaxed(address, value);
+          else
+            *address = value;
+        });
+  }
+  stager.end_scatter();
+}
+
+// Added to bf16: fp32 sum of what is there and the accumulator, one rounding.
+__device__ __forceinline__ void add_weight_grad(Stager& stager, const Accumulators& acc, __nv_bfloat16* grad,
+                                                const WeightGradTile& tile) {
   constexpr int32_t kTogether = 8; // loads in flight; registers bound it
-  if (first_row >= rows) return;
-  const int32_t lane = threadIdx.x % 32, row = first_row + 16 * (threadIdx.x / 32 % 4) + lane / 4;
+  const int32_t lane = threadIdx.x % 32;
+  __nv_bfloat16* upper = tile.line(grad, 16 * (threadIdx.x / 32 % 4) + lane / 4) + lane % 4 * 2;
+  __nv_bfloat16* lower = upper + static_cast<int64_t>(8) * tile.columns;
 #pragma unroll
   for (int32_t chunk = 0; chunk < kTileColumns / kChunkColumns; ++chunk) {
-    const int32_t column = first_column + kChunkColumns * chunk;
-    if (column >= columns) return;
-    T* upper = grad + static_cast<int64_t>(row) * columns + column + lane % 4 * 2;
-    T* lower = upper + static_cast<int64_t>(8) * columns;
+    if (tile.first_column + kChunkColumns * chunk >= tile.columns) break;
 #pragma unroll
     for (int32_t part = 0; part < 8; part += kTogether / 2) {
-      float2 before[kTogether] = {};
+      const int32_t first = kChunkColumns * chunk + 8 * part;
+      uint32_t before[kTogether];
 #pragma unroll
-      for (int32_t i = 0; i < kTogether && accumulate; ++i)
-        before[i] = load_pair((i % 2 == 0 ? upper : lower) + 8 * (part + i / 2));
+      for (int32_t i = 0; i < kTogether; ++i)
+        before[i] = *reinterpret_cast<const uint32_t*>((i % 2 == 0 ? upper : lower) + first + 8 * (i / 2));
 #pragma unroll
       for (int32_t i = 0; i < kTogether; ++i) {
         const int32_t a = 32 * chunk + 4 * part + 2 * i;
-        store_pair((i % 2 == 0 ? upper : lower) + 8 * (part + i / 2), {before[i].x + acc[a], before[i].y + acc[a + 1]});
+        *reinterpret_cast<uint32_t*>((i % 2 == 0 ? upper : lower) + first + 8 * (i / 2)) =
+            pack_bf16(low_bf16(before[i]) + acc[a], high_bf16(before[i]) + acc[a + 1]);
       }
     }
+  }
+  stager.end_scatter();
+}
+
+// Accumulators of one warpgroup as they are, to go on with another piece of the expert: float4 [32][128 threads].
+__device__ __forceinline__ void store_partial(Stager& stager, const Accumulators& acc, float4* partial) {
+#pragma unroll
+  for (int32_t i = 0; i < 32; ++i)
+    partial[128 * i + threadIdx.x % 128] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
+  stager.end_scatter();
+}
+__device__ __forceinline__ void load_partial(Accumulators& acc, const float4* partial) {
+#pragma unroll
+  for (int32_t i = 0; i < 32; ++i) {
+    const float4 v = __ldcg(partial + 128 * i + threadIdx.x % 128);
+    acc[4 * i] = v.x, acc[4 * i + 1] = v.y, acc[4 * i + 2] = v.z, acc[4 * i + 3] = v.w;
   }
 }
 

@@ -7,12 +7,16 @@
 // tickets, so any number of resident CTAs finishes.
 //
 // Program (device methods):
-//   ClusterTile tile(ticket)                    phase kStop past the last ticket
+//   Plan plan()                                 the tiles in the order of tickets
 //   bool loads(tile)                            false: nothing to multiply (a tile of zeros)
 //   TileSource source(tile)                     waits until the tile's inputs are in memory; one thread
 //   void compute(tile, consumer)                multiplies and writes; both consumer warpgroups
+//   void prefetch(tile)                         what its epilogue will need, when it is known; one thread
 //   bool counted(tile), void count(tile)        whether somebody waits for the tile, and who is told
 //   RowDispatch rows(), void combine()          what is brought, and how tokens are summed
+//   bool rings()                                rows exceed the buffers
+//   void wait_for_room(row_block)               waits until the block that had its place is done with; one thread
+//   bool replays(row_block)                     whether rows().replayed is brought, too
 //   p.call, epoch                               the call and its number
 #pragma once
 
@@ -33,9 +37,12 @@ struct Consumer {
   Stager stager;
   RingCursor<kStages> stage{};
 
-  template <class M> __device__ __forceinline__ void multiply(int32_t depth, Accumulators& acc) {
-    multiply_tile<M>(s, group, depth, peer_empty, stage, acc, [this] { stager.report(); });
+  template <class M, bool kContinue = false>
+  __device__ __forceinline__ void multiply(int32_t depth, Accumulators& acc) {
+    multiply_tile<M, kContinue>(s, group, depth, peer_empty, stage, acc, [this] { stager.report(); });
   }
+  // Returns when the tile's first data is here, and with it all that its source waited for.
+  __device__ __forceinline__ void wait_for_first_stage() const { wait_barrier(&s.full[stage.slot], stage.parity); }
 };
 
 // Warp 0, one thread.
@@ -56,9 +63,10 @@ __device__ __forceinline__ void produce(const Program& program, SharedStorage& s
     }
   }
   RingCursor<kSlots> cursor;
+  TileWalk walk = {program.plan()};
   uint32_t ticket = atomicAdd(tickets + kTileTicket, 1);
   for (;;) {
-    const ClusterTile whole = program.tile(static_cast<int32_t>(ticket));
+    const ClusterTile whole = walk.tile(static_cast<int32_t>(ticket));
     expect_tile(s, cursor);
     publish_tile(s, whole, cursor);
     cursor.advance();
@@ -76,6 +84,7 @@ template <class Program> __device__ __forceinline__ void count_tiles(const Progr
   for (;;) {
     const TileSlot tile = reader.read();
     const bool stop = tile.phase() == TilePhase::kStop;
+    if (!stop) program.prefetch(tile);
     if (!stop && program.counted(tile)) {
       for (int32_t group = 0; group < kConsumers; ++group)
         wait_barrier(&s.tile_written[written.slot][group], written.parity);
@@ -123,13 +132,14 @@ __device__ __forceinline__ void run_program(SharedStorage& s, uint32_t* tickets,
     if (warp == 1 && lane == 0) count_tiles(program, s);
     if (warp >= 2 && communicates) {
       wait_for_tables(program.p.call, program.epoch);
-      dispatch_rows<kRowsPerClaim>(program.p.call, program.rows(), INT32_MAX);
+      dispatch_rows<kRowsPerClaim>(program, program.rows(), INT32_MAX);
       program.combine();
     }
   } else {
     take_registers<kConsumerRegisters>();
     wait_for_tables(program.p.call, program.epoch);
-    dispatch_rows<kRowsPerFirstClaim>(program.p.call, program.rows(), 1);
+    // Not where rows wait for tiles, which only these warps compute.
+    if (!program.rings()) dispatch_rows<kRowsPerFirstClaim>(program, program.rows(), 1);
     consume(program, s, cta);
     program.combine();
   }

@@ -84,8 +84,6 @@ __global__ void __launch_bounds__(kThreads) route_kernel(const __grid_constant__
 
   const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
-  RowSource* rows = at<RowSource>(call.local, call.layout.row_source);
-  for (int64_t row = thread; row < call.capacity; row += threads) rows[row] = {-1, -1};
   if (call.world > 1) {
     const int64_t vectors = static_cast<int64_t>(call.tokens) * call.hidden / 8;
     uint4* copy = at<uint4>(call.local, call.layout.x);
@@ -134,6 +132,14 @@ __device__ int32_t scan_blocks(int32_t* counts, int32_t blocks, int32_t experts)
   return total;
 }
 
+// Tickets, `arrays` counters per row block, and those of them that peers poll; one block.
+__device__ void clear_counters(const CallParams& call, uint32_t epoch, uint32_t* counters, int32_t arrays) {
+  const int32_t blocks = call.max_rows / kBlockRows;
+  uint32_t* polled = at<uint32_t>(call.local, call.layout.fc2_done) + static_cast<int64_t>(epoch & 1) * blocks;
+  for (int32_t i = threadIdx.x; i < blocks; i += kThreads) polled[i] = 0;
+  for (int32_t i = threadIdx.x; i < kCounterWords + arrays * blocks; i += kThreads) counters[i] = 0;
+}
+
 // This rank's counts go to every rank; returns when those of all ranks are here.
 __device__ void exchange_counts(const CallParams& call, uint32_t epoch, int32_t count) {
   const int64_t matrix = static_cast<int64_t>(epoch & 1) * call.world * call.experts;
@@ -161,11 +167,7 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
   const int32_t expert = threadIdx.x, experts = call.experts, local = experts / call.world;
   cudaGridDependencySynchronize();
   const uint32_t epoch = *call.epoch + 1;
-  const int32_t row_blocks = call.capacity / kBlockRows;
-
-  uint32_t* fc2_done = at<uint32_t>(call.local, call.layout.fc2_done) + static_cast<int64_t>(epoch & 1) * row_blocks;
-  for (int32_t i = threadIdx.x; i < row_blocks; i += kThreads) fc2_done[i] = 0;
-  for (int32_t i = threadIdx.x; i < 2 * row_blocks + kCounterWords; i += kThreads) p.counters[i] = 0;
+  clear_counters(call, epoch, p.counters, kForwardCounters);
 
   const int32_t count = expert < experts ? scan_blocks(p.block_counts + expert, blocks, experts) : 0;
   exchange_counts(call, epoch, count);
@@ -195,6 +197,7 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
   __shared__ int32_t first_of_expert[kMaxExperts];
   first_of_expert[expert] = blocks_before_expert;
   __shared__ int32_t odds_of_mine;
+  __shared__ int2 padding[kMaxLocalExperts]; // rows without a route, first and behind the last
   if (expert == call.rank * local) odds_of_mine = odds_before_expert;
   __syncthreads();
   if (expert < experts) {
@@ -209,12 +212,14 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
         const int32_t end = first + expert_blocks, odd_end = odds + (expert_blocks & 1);
         p.out_expert_first_row[local] = end * kBlockRows;
         p.tile_table[local] = pack_blocks((end - odd_end) / 2, odd_end);
-        if (end > row_blocks)
-          fail(call, FailCode::kRingOverflow, Phase::kCounts, -1, 0, static_cast<uint32_t>(end) * kBlockRows,
-               static_cast<uint32_t>(call.capacity));
       }
+      padding[mine] = make_int2(first * kBlockRows + total, (first + expert_blocks) * kBlockRows);
     }
   }
+  __syncthreads();
+  for (int32_t e = threadIdx.x / 32; e < local; e += kWarps)
+    for (int32_t row = padding[e].x + threadIdx.x % 32; row < padding[e].y; row += 32)
+      at<RowSource>(call.local, call.layout.row_source)[row] = {-1, -1};
   if (threadIdx.x == 0) *call.epoch = epoch;
 }
 
@@ -267,8 +272,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant_
       for (int32_t word = 0; word < token / 32; ++word) earlier += __popc(mask[word]);
       rank = expert / local;
       row = p.route_base[expert] + p.block_counts[static_cast<int64_t>(blockIdx.x) * experts + expert] + earlier;
-      if (row < call.capacity)
-        at<RowSource>(call.peers[rank], call.layout.row_source)[row] = {call.rank, static_cast<int32_t>(slot)};
+      at<RowSource>(call.peers[rank], call.layout.row_source)[row] = {call.rank, static_cast<int32_t>(slot)};
     }
     p.out_slot_dst_rank[slot] = rank;
     p.out_slot_dst_row[slot] = row;
@@ -282,7 +286,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant_
   __threadfence_system();
   __syncthreads();
   __shared__ bool last;
-  uint32_t* done = p.counters + 2 * (call.capacity / kBlockRows) + kAssignDone;
+  uint32_t* done = p.counters + kAssignDone;
   if (threadIdx.x == 0) last = atomicAdd(done, 1) == gridDim.x - 1;
   __syncthreads();
   if (!last) return;
@@ -304,25 +308,30 @@ __global__ void __launch_bounds__(kThreads) reopen_kernel(const __grid_constant_
   __shared__ int32_t warp_sums[kWarps];
   const CallParams& call = p.call;
   const uint32_t epoch = *call.epoch + 1;
-  const int32_t row_blocks = call.capacity / kBlockRows, local = call.experts / call.world;
   if (blockIdx.x == 0) {
-    uint32_t* fc2_done = at<uint32_t>(call.local, call.layout.fc2_done) + static_cast<int64_t>(epoch & 1) * row_blocks;
-    for (int32_t i = threadIdx.x; i < row_blocks; i += kThreads) fc2_done[i] = 0;
-    for (int32_t i = threadIdx.x; i < 2 * row_blocks + kCounterWords + local; i += kThreads) p.counters[i] = 0;
+    clear_counters(call, epoch, p.counters, kBackwardCounters);
     rebuild_tile_table(p, warp_sums);
   }
   if (call.world > 1) {
     // Peers may still pull what an earlier call published; they have come here when they are done with it.
-    for (int32_t peer = threadIdx.x; peer < call.world && blockIdx.x == 0; peer += kThreads)
+    const bool replays = p.kept == 0 || p.expert_first_row[call.experts / call.world] > call.capacity;
+    for (int32_t peer = threadIdx.x; peer < call.world && blockIdx.x == 0; peer += kThreads) {
+      at<uint32_t>(call.peers[peer], call.layout.replays)[call.rank] = replays ? 1 : 0;
       store_release_system(at<uint32_t>(call.peers[peer], call.layout.counts_ready) + call.rank, epoch);
-    for (int32_t peer = threadIdx.x; peer < call.world; peer += kThreads)
+    }
+    bool x_wanted = false;
+    for (int32_t peer = threadIdx.x; peer < call.world; peer += kThreads) {
       wait_epoch(call, at<const uint32_t>(call.local, call.layout.counts_ready) + peer, epoch, Phase::kCounts, peer);
-    __syncthreads();
+      x_wanted |= __ldcg(at<const uint32_t>(call.local, call.layout.replays) + peer) != 0;
+    }
+    x_wanted = __syncthreads_or(x_wanted);
     const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
     const int64_t threads = static_cast<int64_t>(gridDim.x) * kThreads;
     const int64_t vectors = static_cast<int64_t>(call.tokens) * call.hidden / 8;
     uint4* copy = at<uint4>(call.local, call.layout.x);
-    for (int64_t v = thread; v < vectors; v += threads) copy[v] = static_cast<const uint4*>(p.tokens)[v];
+    for (int64_t v = thread; v < vectors; v += threads) copy[v] = static_cast<const uint4*>(p.dy)[v];
+    uint4* replayed = at<uint4>(call.local, call.layout.replay_x);
+    for (int64_t v = thread; v < vectors && x_wanted; v += threads) replayed[v] = static_cast<const uint4*>(p.x)[v];
     for (int64_t slot = thread; slot < static_cast<int64_t>(call.tokens) * call.top_k; slot += threads) {
       at<int32_t>(call.local, call.layout.slot_dst_rank)[slot] = p.slot_dst_rank[slot];
       at<int32_t>(call.local, call.layout.slot_dst_row)[slot] = p.slot_dst_row[slot];

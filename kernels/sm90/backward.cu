@@ -9,158 +9,277 @@ namespace {
 
 struct BackwardMaps {
   CUtensorMap dy_rows;          // [C, H]
-  CUtensorMap x_rows;           // [C, H]
+  CUtensorMap x_rows;           // [C, H] as kept
+  CUtensorMap x_ring;           // [C, H] replayed
   CUtensorMap h_rows;           // [C, I]
   CUtensorMap d_gate_up;        // [C, 2I], to read
   CUtensorMap d_gate_up_halves; // [C, 2, I], to write
-  CUtensorMap dx_rows;          // [C, H]
 };
 
 template <bool kSystem> struct Backward {
   const BackwardParams& p;
   const BackwardMaps& maps;
-  TileOrder order; // "FC1" is the data gradient of FC2, "FC2" that of FC1
-  WgradOrder wgrad;
+  Segments segments;
+  int32_t fc1_columns; // of the data gradient of FC2
+  int32_t fc2_columns; // of the data gradient of FC1, 0 where dX is not wanted
+  WgradTiles wgrad;
+  Ring ring;
+  bool replaying;
   uint32_t* rows_arrived; // [B]
-  uint32_t* hidden_done;  // [B] column tiles of d_gate_up and h_rows
-  uint32_t* tickets;
-  uint32_t* expert_done; // [e] the same, per expert
-  uint32_t* fc2_done;    // [B] what combine waits for: column tiles of dX, or of d_gate_up where dX is not wanted
+  uint32_t* fc1_done;     // [B] column tiles of d_gate_up and h_rows
+  uint32_t* rebuilt;      // [B] column tiles of gate_up
+  uint32_t* segment_fc1;  // [B] at the segment's first block: the same as fc1_done
+  uint32_t* segment_done; // [B] at the segment's first block: tiles of all phases but rebuild
+  uint32_t* fc2_done;     // [B] what combine waits for: column tiles of dX, or of d_gate_up where dX is not wanted
   uint32_t epoch;
 
-  static __device__ bool is_wgrad(const TileSlot& tile) { return tile.phase() >= TilePhase::kWgrad2; }
-  static __device__ bool is_hidden(const TileSlot& tile) { return tile.phase() == TilePhase::kFc1; }
-  __device__ int32_t rows_of(int32_t expert) const {
-    return p.expert_first_row[expert + 1] - p.expert_first_row[expert];
+  static __device__ bool is_wgrad(TilePhase phase) {
+    return phase == TilePhase::kWgrad2 || phase == TilePhase::kWgrad1;
+  }
+  __device__ int32_t rebuild_columns() const { return (p.intermediate + kFc1Columns - 1) / kFc1Columns; }
+  __device__ Segment segment_of(const TileSlot& tile) const {
+    return is_wgrad(tile.phase()) ? segments.segment(tile.expert, tile.piece())
+                                  : segments.holding(tile.expert, tile.row_block);
   }
   __device__ void* grad_of(const TileSlot& tile) const {
     return (tile.phase() == TilePhase::kWgrad2 ? p.w2_grads : p.w1_grads)[tile.expert];
   }
-
-  __device__ ClusterTile tile(int32_t ticket) const {
-    const int32_t index = ticket - order.num_tickets();
-    return index < 0 ? order.tile(ticket) : wgrad.tile(index);
+  // First row of a row block in the scratch.
+  __device__ int32_t place(int32_t row_block) const {
+    return (replaying ? row_block % ring.blocks : row_block) * kBlockRows;
   }
+
+  // Rows of these segments are as forward kept them.
+  __device__ bool kept(const void* rows, const Segment& segment) const {
+    return rows != nullptr && segment.first + segment.blocks <= p.call.capacity / kBlockRows;
+  }
+  __device__ uint32_t tiles_of(const Segment& segment) const {
+    return static_cast<uint32_t>(segment.blocks * (fc1_columns + fc2_columns) + 2 * wgrad.count());
+  }
+  __device__ void wait_for_segment(const Segment& segment, int32_t where) const {
+    wait_count<false>(p.call, segment_done + segment.first, tiles_of(segment), Phase::kRing, -1, where);
+  }
+
+  __device__ Plan plan() const {
+    const int32_t kept_blocks = p.gate_up == nullptr ? 0 : p.call.capacity / kBlockRows;
+    if (replaying)
+      return {segments,    rebuild_columns(), kept_blocks, fc1_columns, ring.lag / 2,
+              fc2_columns, ring.lag,          wgrad,       ring.lag};
+    return {segments, 0, 0, fc1_columns, 0, fc2_columns, p.lag, wgrad, wgrad.count() > 0 ? kAfterAll : p.lag};
+  }
+
+  __device__ bool rings() const { return replaying; }
+  __device__ void wait_for_room(int32_t row_block) const {
+    if (replaying && row_block >= ring.blocks) wait_for_segment(segments.holding(row_block - ring.blocks), row_block);
+  }
+  __device__ bool replays(int32_t row_block) const { return replaying && !kept(p.x_rows, segments.holding(row_block)); }
 
   __device__ bool loads(const TileSlot& tile) const {
-    return !is_wgrad(tile) || (rows_of(tile.expert) > 0 && grad_of(tile) != nullptr);
-  }
-
-  __device__ int32_t depth(const TileSlot& tile) const {
-    if (is_wgrad(tile)) return rows_of(tile.expert);
-    return is_hidden(tile) ? p.call.hidden : 2 * p.intermediate;
+    return !is_wgrad(tile.phase()) || (segments.blocks_of(tile.expert) > 0 && grad_of(tile) != nullptr);
   }
 
   __device__ TileSource source(const TileSlot& tile) const {
-    const int32_t block = tile.row_block, line = block * kBlockRows, column = tile.column * kTileColumns;
-    if (is_wgrad(tile)) {
-      const int32_t first = p.expert_first_row[tile.expert];
-      const auto tiles = static_cast<uint32_t>(rows_of(tile.expert) / kBlockRows * order.fc1_columns);
-      wait_count<false>(p.call, expert_done + tile.expert, tiles, Phase::kWgrad, -1, tile.expert);
-      ptx::fence_proxy_async();
-      const bool w2 = tile.phase() == TilePhase::kWgrad2;
-      return {{w2 ? &maps.dy_rows : &maps.d_gate_up, line, first, Lay::kColumns},
-              {w2 ? &maps.h_rows : &maps.x_rows, column, first, Lay::kColumns},
-              rows_of(tile.expert)};
-    }
-    const bool hidden = is_hidden(tile);
-    if (hidden)
+    if (is_wgrad(tile.phase())) return wgrad_source(tile);
+    const int32_t block = tile.row_block, line = place(block), column = tile.column * kTileColumns;
+    const bool rebuild = tile.phase() == TilePhase::kRebuild, fc1 = tile.phase() == TilePhase::kFc1;
+    if (rebuild || fc1)
       wait_count<false>(p.call, rows_arrived + block, kBlockRows, Phase::kFc1, -1, block);
     else
-      wait_count<false>(p.call, hidden_done + block, order.fc1_columns, Phase::kFc2, -1, block);
+      wait_count<false>(p.call, fc1_done + block, fc1_columns, Phase::kFc2, -1, block);
+    if (fc1 && replaying && !kept(p.gate_up, segment_of(tile)))
+      wait_count<false>(p.call, rebuilt + block, rebuild_columns(), Phase::kRing, -1, block);
     ptx::fence_proxy_async();
-    const auto* weights = static_cast<const CUtensorMap*>(hidden ? p.w2_maps : p.w1_maps) + tile.expert;
+    const auto* weights = static_cast<const CUtensorMap*>(rebuild ? p.w1_forward_maps
+                                                          : fc1   ? p.w2_maps
+                                                                  : p.w1_maps) +
+                          tile.expert;
     acquire_tensor_map(weights);
-    return {{hidden ? &maps.dy_rows : &maps.d_gate_up, line, 0, Lay::kRows},
+    if (rebuild)
+      return {
+          {&maps.x_ring, line, 0, Lay::kRows}, {weights, tile.column * kFc1Columns, 0, Lay::kGateUp}, p.call.hidden};
+    return {{fc1 ? &maps.dy_rows : &maps.d_gate_up, line, 0, Lay::kRows},
             {weights, column, 0, Lay::kColumns},
-            depth(tile)};
+            fc1 ? p.call.hidden : 2 * p.intermediate};
+  }
+
+  // A piece goes on from the partial sums of the one before. The first piece writes over those of the last expert that
+  // was cut and has a gradient of this matrix.
+  __device__ void wait_for_partials(const Segment& segment, void* const* grads) const {
+    if (segment.piece > 0) {
+      wait_for_segment(segments.segment(segment.expert, segment.piece - 1), segment.expert);
+    } else if (!segment.last) {
+      int32_t expert = segment.expert - 1;
+      while (expert >= 0 && (segments.blocks_of(expert) <= segments.limit || grads[expert] == nullptr)) --expert;
+      if (expert >= 0) wait_for_segment(segments.holding(expert, segments.first_block(expert + 1) - 1), expert);
+    }
+  }
+
+  __device__ TileSource wgrad_source(const TileSlot& tile) const {
+    const Segment segment = segment_of(tile);
+    wait_count<false>(p.call, segment_fc1 + segment.first, static_cast<uint32_t>(segment.blocks * fc1_columns),
+                      Phase::kWgrad, -1, tile.expert);
+    const bool w2 = tile.phase() == TilePhase::kWgrad2;
+    wait_for_partials(segment, w2 ? p.w2_grads : p.w1_grads);
+    ptx::fence_proxy_async();
+    const bool x_kept = kept(p.x_rows, segment);
+    const int32_t line = tile.row_block * kBlockRows, column = tile.column * kTileColumns;
+    const int32_t first = place(segment.first), wrap = replaying ? ring.blocks * kBlockRows : INT32_MAX;
+    const Operand lines = {w2 ? &maps.dy_rows : &maps.d_gate_up, line, first, Lay::kColumns, wrap};
+    const int32_t depth = segment.blocks * kBlockRows;
+    if (w2) return {lines, {&maps.h_rows, column, first, Lay::kColumns, wrap}, depth};
+    if (x_kept) return {lines, {&maps.x_rows, column, segment.first * kBlockRows, Lay::kColumns}, depth};
+    return {lines, {&maps.x_ring, column, first, Lay::kColumns, wrap}, depth};
   }
 
   __device__ bool counted(const TileSlot& tile) const {
-    return !is_wgrad(tile) && tile.column < (is_hidden(tile) ? order.fc1_columns : order.fc2_columns);
+    if (is_wgrad(tile.phase())) return replaying && segments.blocks_of(tile.expert) > 0;
+    if (tile.phase() == TilePhase::kRebuild) return tile.column < rebuild_columns();
+    return tile.column < (tile.phase() == TilePhase::kFc1 ? fc1_columns : fc2_columns);
   }
 
   __device__ void compute(const TileSlot& tile, Consumer& consumer) const {
     Accumulators acc;
-    if (is_wgrad(tile)) {
+    if (is_wgrad(tile.phase())) {
       compute_wgrad(tile, consumer, acc);
       return;
     }
-    consumer.multiply<Majors<false, true>>(depth(tile), acc);
+    const int32_t block = tile.row_block, in_block = consumer.group * kBoxRows, row = block * kBlockRows + in_block;
+    if (tile.phase() == TilePhase::kRebuild) {
+      consumer.multiply<Majors<false, false>>(p.call.hidden, acc);
+      if (counted(tile))
+        emit_fc1(consumer.stager, acc, {p.clamp, p.linear_offset},
+                 {&maps.d_gate_up_halves, nullptr, p.intermediate, tile.column * kFc1Columns, place(block) + in_block});
+      return;
+    }
+    const bool fc1 = tile.phase() == TilePhase::kFc1;
+    SlotRows slots;
+    if (!fc1) slots.look_up(sources(), row);
+    consumer.multiply<Majors<false, true>>(fc1 ? p.call.hidden : 2 * p.intermediate, acc);
     if (!counted(tile)) return;
-    const int32_t row = tile.row_block * kBlockRows + consumer.group * kBoxRows, column = tile.column * kTileColumns;
-    if (is_hidden(tile))
-      emit_activation_grad(consumer.stager, acc,
-                           {{p.clamp, p.linear_offset},
-                            static_cast<const uint32_t*>(p.gate_up),
-                            p.row_weights,
-                            at<float>(p.call.local, p.call.layout.d_weight_parts),
-                            &maps.d_gate_up_halves,
-                            &maps.h_rows,
-                            p.intermediate,
-                            order.fc1_columns,
-                            tile.column,
-                            column,
-                            row});
+    const int32_t column = tile.column * kTileColumns;
+    if (fc1)
+      emit_activation_grad<kSystem>(consumer.stager, acc, p.call,
+                                    activation_grad_of(tile, row, place(block) + in_block, column));
     else
-      emit_rows(consumer.stager, acc, &maps.dx_rows, p.call.hidden, column, row);
+      emit_slots<kSystem>(consumer.stager, acc, p.call, slots, column);
+  }
+
+  __device__ ActivationGrad activation_grad_of(const TileSlot& tile, int32_t row, int32_t place, int32_t column) const {
+    const bool as_kept = !replaying || kept(p.gate_up, segment_of(tile));
+    const auto* gate_up = static_cast<const uint32_t*>(as_kept ? p.gate_up : p.d_gate_up);
+    return {{p.clamp, p.linear_offset},
+            gate_up + static_cast<int64_t>(as_kept ? row : place) * p.intermediate,
+            p.row_weights + place,
+            sources(),
+            &maps.d_gate_up_halves,
+            &maps.h_rows,
+            p.intermediate,
+            fc1_columns,
+            tile.column,
+            column,
+            row,
+            place};
   }
 
   __device__ void compute_wgrad(const TileSlot& tile, Consumer& consumer, Accumulators& acc) const {
     void* grad = grad_of(tile);
-    const int32_t rows = rows_of(tile.expert);
-    if (grad == nullptr || (rows == 0 && p.accumulate != 0)) return;
-    if (rows > 0)
-      consumer.multiply<Majors<true, true>>(rows, acc);
-    else
+    const Segment segment = segment_of(tile);
+    Stager& stager = consumer.stager;
+    if (grad == nullptr || segment.blocks == 0) stager.report(); // else the main loop does
+    if (grad == nullptr || (segment.blocks == 0 && p.accumulate != 0)) {
+      if (counted(tile)) stager.end_scatter();
+      return;
+    }
+    const bool w2 = tile.phase() == TilePhase::kWgrad2, fp32 = static_cast<GradType>(p.grad_type) == GradType::kFloat32;
+    const int32_t part = 2 * (tile.row_block % 2) + consumer.group; // of the cluster tile's 256 lines
+    float4* partial = reinterpret_cast<float4*>(p.partials) +
+                      (static_cast<int64_t>(wgrad.number(w2, tile.row_block, tile.column)) * 4 + part) * 32 * 128;
+    if (segment.blocks == 0) {
       for (float& value : acc) value = 0.0f;
+    } else if (segment.piece > 0) {
+      stager.report(); // before waiting
+      consumer.wait_for_first_stage();
+      load_partial(acc, partial);
+      consumer.multiply<Majors<true, true>, true>(segment.blocks * kBlockRows, acc);
+    } else {
+      consumer.multiply<Majors<true, true>>(segment.blocks * kBlockRows, acc);
+    }
+    const WeightGradTile to = {w2 ? p.call.hidden : 2 * p.intermediate, w2 ? p.intermediate : p.call.hidden,
+                               tile.row_block * kBlockRows + consumer.group * kBoxRows, tile.column * kTileColumns};
+    if (!segment.last) {
+      store_partial(stager, acc, partial);
+    } else if (to.outside()) {
+      stager.end_scatter();
+    } else if (fp32) {
+      emit_weight_grad(stager, acc, static_cast<float*>(grad), to, p.accumulate != 0);
+    } else if (p.accumulate != 0) {
+      add_weight_grad(stager, acc, static_cast<__nv_bfloat16*>(grad), to);
+    } else {
+      emit_weight_grad(stager, acc, static_cast<__nv_bfloat16*>(grad), to);
+    }
+    if (!counted(tile)) stager.unreported = false;
+  }
+
+  // What the tile adds to is brought into L2 while it is multiplied.
+  __device__ void prefetch(const TileSlot& tile) const {
+    if (!is_wgrad(tile.phase()) || p.accumulate == 0 || static_cast<GradType>(p.grad_type) != GradType::kFloat32)
+      return;
+    if (grad_of(tile) == nullptr || !segment_of(tile).last || segments.blocks_of(tile.expert) == 0) return;
     const bool w2 = tile.phase() == TilePhase::kWgrad2;
     const int32_t lines = w2 ? p.call.hidden : 2 * p.intermediate, columns = w2 ? p.intermediate : p.call.hidden;
-    const int32_t line = tile.row_block * kBlockRows + consumer.group * kBoxRows, column = tile.column * kTileColumns;
-    if (static_cast<GradType>(p.grad_type) == GradType::kFloat32)
-      emit_weight_grad(acc, static_cast<float*>(grad), lines, columns, line, column, p.accumulate != 0);
-    else
-      emit_weight_grad(acc, static_cast<__nv_bfloat16*>(grad), lines, columns, line, column, p.accumulate != 0);
+    const int32_t first = tile.row_block * kBlockRows, column = tile.column * kTileColumns;
+    const int32_t bytes = 4 * (columns - column < kTileColumns ? columns - column : kTileColumns);
+    const float* line = static_cast<const float*>(grad_of(tile)) + static_cast<int64_t>(first) * columns + column;
+    for (int32_t i = 0; i < kBlockRows && first + i < lines; ++i, line += columns) prefetch_l2(line, bytes);
   }
 
   __device__ void count(const TileSlot& tile) const {
-    if (is_hidden(tile)) {
-      add_release_gpu(hidden_done + tile.row_block, 1);
-      add_release_gpu(expert_done + tile.expert, 1);
+    const bool rebuild = tile.phase() == TilePhase::kRebuild, fc1 = tile.phase() == TilePhase::kFc1;
+    if (rebuild) {
+      add_release_gpu(rebuilt + tile.row_block, 1);
+      return;
     }
-    if (is_hidden(tile) == (p.wants_dx == 0)) add_release<kSystem>(fc2_done + tile.row_block, 1);
+    const int32_t first = segment_of(tile).first;
+    if (fc1) {
+      add_release_gpu(fc1_done + tile.row_block, 1);
+      add_release_gpu(segment_fc1 + first, 1);
+    }
+    if (!is_wgrad(tile.phase()) && fc1 == (p.wants_dx == 0)) add_release<kSystem>(fc2_done + tile.row_block, 1);
+    if (replaying) add_release_gpu(segment_done + first, 1);
   }
 
   __device__ void combine() const {
-    const auto columns = static_cast<uint32_t>(p.wants_dx != 0 ? order.fc2_columns : order.fc1_columns);
-    const auto sum_parts = [this](int64_t slot, int32_t rank, int32_t row) {
+    const auto columns = static_cast<uint32_t>(p.wants_dx != 0 ? fc2_columns : fc1_columns);
+    const auto sum_parts = [this](int64_t slot, bool present) {
       float sum = 0.0f;
-      if (rank >= 0) {
-        const int32_t parts = order.fc1_columns;
-        const float* of_row =
-            at<const float>(p.call.peers[rank], p.call.layout.d_weight_parts) + static_cast<int64_t>(row) * parts;
-        for (int32_t part = 0; part < parts; ++part) sum += __ldcg(of_row + part);
-      }
+      const float* parts = at<const float>(p.call.local, p.call.layout.d_weight_parts) + slot * fc1_columns;
+      for (int32_t part = 0; part < fc1_columns && present; ++part) sum += __ldcg(parts + part);
       p.d_weights[slot] = sum;
     };
     combine_tokens<kSystem>(
-        p.call, {nullptr, p.slot_dst_rank, p.slot_dst_row, nullptr, p.wants_dx != 0 ? p.dx : nullptr, columns}, tickets,
-        epoch, sum_parts);
+        p.call, {nullptr, p.slot_dst_rank, p.slot_dst_row, nullptr, p.wants_dx != 0 ? p.dx : nullptr, columns},
+        p.counters, epoch, sum_parts);
   }
 
+  __device__ SourceTable sources() const { return {nullptr, p.row_src_rank, p.row_src_slot}; }
   __device__ RowDispatch rows() const {
-    return {nullptr,
-            p.row_src_rank,
-            p.row_src_slot,
+    const int64_t x_ring = static_cast<int64_t>(ring.blocks) * kBlockRows * p.call.hidden / 8;
+    auto* dy_rows = static_cast<uint4*>(p.dy_rows);
+    return {sources(),
             nullptr,
             nullptr,
-            static_cast<const uint4*>(p.dy),
-            static_cast<uint4*>(p.dy_rows),
+            {static_cast<const uint4*>(p.dy), p.call.layout.x},
+            dy_rows,
+            dy_rows,
+            {static_cast<const uint4*>(p.x), p.call.layout.replay_x},
+            dy_rows + x_ring,
             p.weights,
             p.row_weights,
             rows_arrived,
-            tickets,
-            p.expert_first_row[order.experts]};
+            p.counters,
+            segments.first_block(segments.experts) * kBlockRows,
+            replaying ? ring.blocks * kBlockRows : INT32_MAX,
+            replaying ? ring.window : INT32_MAX};
   }
 };
 
@@ -169,25 +288,33 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     backward_kernel(const __grid_constant__ BackwardParams p, const __grid_constant__ BackwardMaps maps) {
   extern __shared__ __align__(1024) uint8_t shared[];
   SharedStorage& s = *reinterpret_cast<SharedStorage*>(shared);
-  const int32_t experts = p.call.experts / p.call.world, row_blocks = p.call.capacity / kBlockRows;
-  uint32_t* tickets = p.counters + 2 * row_blocks;
+  const int32_t experts = p.call.experts / p.call.world, blocks = p.call.max_rows / kBlockRows;
   const bool communicates = static_cast<int32_t>(blockIdx.x) < p.comm_sms;
-  run_program(s, tickets, communicates, [&] {
+  run_program(s, p.counters, communicates, [&] {
     for (int32_t i = threadIdx.x; i <= experts; i += kThreads) s.table[i] = p.tile_table[i];
     const uint32_t epoch = *p.call.epoch;
     const int32_t hidden = p.call.hidden, inner = p.intermediate;
     const auto tiles = [](int32_t size) { return (size + kTileColumns - 1) / kTileColumns; };
+    const Ring ring = backward_ring(p.call.capacity / kBlockRows);
+    const bool replaying = p.x_rows == nullptr || p.expert_first_row[experts] > p.call.capacity;
+    uint32_t* counters = p.counters + kCounterWords;
+    const auto counter = [&](BlockCounter array) { return counters + static_cast<int64_t>(array) * blocks; };
     return Backward<kSystem>{p,
                              maps,
-                             {s.table, experts, tiles(inner), p.wants_dx == 0 ? 0 : tiles(hidden), p.lag},
-                             {experts, p.w2_grads == nullptr ? 0 : tiles(hidden), tiles(inner),
+                             {s.table, experts, replaying ? ring.segment : INT32_MAX},
+                             tiles(inner),
+                             p.wants_dx == 0 ? 0 : tiles(hidden),
+                             {p.w2_grads == nullptr ? 0 : tiles(hidden), tiles(inner),
                               p.w1_grads == nullptr ? 0 : tiles(2 * inner), tiles(hidden)},
-                             p.counters,
-                             p.counters + row_blocks,
-                             tickets,
-                             tickets + kCounterWords,
+                             ring,
+                             replaying,
+                             counter(kRowsArrived),
+                             counter(kFc1Done),
+                             counter(kRebuilt),
+                             counter(kSegmentFc1),
+                             counter(kSegmentDone),
                              at<uint32_t>(p.call.local, p.call.layout.fc2_done) +
-                                 static_cast<int64_t>(epoch & 1) * row_blocks,
+                                 static_cast<int64_t>(epoch & 1) * blocks,
                              epoch};
   });
 }
@@ -195,12 +322,14 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 const char* encode_maps(BackwardMaps& maps, const BackwardParams& p) {
   const auto rows = static_cast<uint64_t>(p.call.capacity), hidden = static_cast<uint64_t>(p.call.hidden);
   const auto inner = static_cast<uint64_t>(p.intermediate);
+  const auto ring_rows = static_cast<uint64_t>(backward_ring(p.call.capacity / kBlockRows).blocks) * kBlockRows;
   if (const char* error = encode_matrix(&maps.dy_rows, p.dy_rows, rows, hidden)) return error;
-  if (const char* error = encode_matrix(&maps.x_rows, p.x_rows, rows, hidden)) return error;
+  const void* x_ring = static_cast<const uint8_t*>(p.dy_rows) + ring_rows * hidden * 2;
+  if (const char* error = encode_matrix(&maps.x_ring, x_ring, ring_rows, hidden)) return error;
   if (const char* error = encode_matrix(&maps.h_rows, p.h_rows, rows, inner)) return error;
   if (const char* error = encode_matrix(&maps.d_gate_up, p.d_gate_up, rows, 2 * inner)) return error;
   if (const char* error = encode_gate_up(&maps.d_gate_up_halves, p.d_gate_up, rows, inner)) return error;
-  return encode_matrix(&maps.dx_rows, p.call.local + p.call.layout.y_rows, rows, hidden);
+  return p.x_rows == nullptr ? nullptr : encode_matrix(&maps.x_rows, p.x_rows, rows, hidden);
 }
 
 } // namespace

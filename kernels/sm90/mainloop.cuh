@@ -24,13 +24,14 @@ inline constexpr uint32_t kStageBytes = (kTileRows + kTileColumns) * kTileK * si
 
 // What a CTA of the cluster is to do with a ticket; one 16-byte word, so that it arrives as a whole.
 struct alignas(16) TileSlot {
-  int32_t phase_wide; // TilePhase, and 256 for a wide tile
+  int32_t kind; // TilePhase, 256 for a wide tile, 512 times the piece
   int32_t expert;
   int32_t row_block;
   int32_t column; // may lie past the last one: loads feed the other CTA, nothing is stored
 
-  __device__ __forceinline__ TilePhase phase() const { return static_cast<TilePhase>(phase_wide & 255); }
-  __device__ __forceinline__ bool wide() const { return phase_wide >= 256; }
+  __device__ __forceinline__ TilePhase phase() const { return static_cast<TilePhase>(kind & 255); }
+  __device__ __forceinline__ bool wide() const { return (kind & 256) != 0; }
+  __device__ __forceinline__ int32_t piece() const { return kind >> 9; }
 };
 
 struct SharedStorage {
@@ -88,7 +89,7 @@ struct SlotReader {
   }
   // Depends on the tile that was read, so the slot is not given back before the read has returned.
   __device__ __forceinline__ void release(const TileSlot& tile, bool elected) {
-    if (elected && tile.phase_wide >= 0) arrive_cluster(tile_empty + cursor.slot);
+    if (elected && tile.kind >= 0) arrive_cluster(tile_empty + cursor.slot);
     cursor.advance();
   }
 };
@@ -101,8 +102,8 @@ __device__ __forceinline__ void expect_tile(SharedStorage& s, RingCursor<kSlots>
 
 // What a CTA of the cluster gets to do of a tile.
 __device__ __forceinline__ TileSlot slot_of(const ClusterTile& tile, int32_t cta) {
-  return {static_cast<int32_t>(tile.phase) + (tile.wide ? 256 : 0), tile.expert, row_block_of_cta(tile, cta),
-          column_of_cta(tile, cta)};
+  return {static_cast<int32_t>(tile.phase) + (tile.wide ? 256 : 0) + 512 * tile.piece, tile.expert,
+          row_block_of_cta(tile, cta), column_of_cta(tile, cta)};
 }
 
 // CTA 0's producer hands a ticket's tile to the readers of both CTAs.
@@ -111,7 +112,7 @@ __device__ __forceinline__ void publish_tile(SharedStorage& s, const ClusterTile
   wait_barrier(&s.tile_empty[cursor.slot], cursor.parity ^ 1);
   for (int32_t cta = 0; cta < 2; ++cta) {
     const TileSlot slot = slot_of(tile, cta);
-    const int32_t word[4] = {slot.phase_wide, slot.expert, slot.row_block, slot.column};
+    const int32_t word[4] = {slot.kind, slot.expert, slot.row_block, slot.column};
     ptx::st_async(reinterpret_cast<int32_t*>(cluster.map_shared_rank(&s.slots[cursor.slot], cta)), word,
                   cluster.map_shared_rank(&s.tile_full[cursor.slot], cta));
   }
@@ -129,6 +130,12 @@ struct Operand {
   int32_t line; // first line of the tile
   int32_t k;    // first k
   Lay lay;
+  int32_t ring = INT32_MAX; // k begins again at 0 from here on
+
+  __device__ __forceinline__ int32_t depth(int32_t step) const {
+    const int32_t at = k + step;
+    return at < ring ? at : at - ring;
+  }
 };
 
 struct TileSource {
@@ -150,7 +157,7 @@ __device__ __forceinline__ void load_box(void* to, const CUtensorMap* map, const
 // 64 lines of A.
 __device__ __forceinline__ void load_a(SharedStorage& s, int32_t stage, const Operand& a, int32_t k, int32_t half,
                                        bool to_both) {
-  const int32_t line = a.line + half * kBoxRows, depth = a.k + k;
+  const int32_t line = a.line + half * kBoxRows, depth = a.depth(k);
   const int32_t at[2] = {a.lay == Lay::kColumns ? line : depth, a.lay == Lay::kColumns ? depth : line};
   load_box(s.a[stage] + half * kBoxRows * kTileK, a.map, at, &s.full[stage], to_both);
 }
@@ -168,7 +175,7 @@ __device__ __forceinline__ void load_b(SharedStorage& s, int32_t stage, const Op
     load_box(to, b.map, at, bar, to_both);
   } else {
     for (int32_t block = 0; block < kWeightRows / kBoxRows; ++block) {
-      const int32_t at[2] = {b.line + half * kWeightRows + block * kBoxRows, b.k + k};
+      const int32_t at[2] = {b.line + half * kWeightRows + block * kBoxRows, b.depth(k)};
       load_box(to + block * kBoxRows * kTileK, b.map, at, bar, to_both);
     }
   }
@@ -217,11 +224,11 @@ __device__ __forceinline__ void multiply_stage(SharedStorage& s, int32_t group, 
   wgmma_commit();
 }
 
-// acc = A[64, depth] B[256, depth]^T of this warpgroup's half of the tile; depth > 0. The first stage is peeled: only
-// with a constant "replace" does the compiler see that the accumulators of the last tile are dead. `meanwhile` is
-// called at least once: a few stages in, at the end, or before the tile's first data has come, for which it may be
-// needed.
-template <class M, class Meanwhile>
+// acc (with kContinue: +)= A[64, depth] B[256, depth]^T of this warpgroup's half of the tile; depth > 0. The first
+// stage is peeled: only with a constant "replace" does the compiler see that the accumulators of the last tile are
+// dead. `meanwhile` is called at least once: a few stages in, at the end, or before the tile's first data has come, for
+// which it may be needed.
+template <class M, bool kContinue, class Meanwhile>
 __device__ __forceinline__ void multiply_tile(SharedStorage& s, int32_t group, int32_t depth, uint64_t* peer_empty,
                                               RingCursor<kStages>& stage, Accumulators& acc, Meanwhile meanwhile) {
   constexpr int32_t kMeanwhileAt = 4 * kTileK;
@@ -231,7 +238,7 @@ __device__ __forceinline__ void multiply_tile(SharedStorage& s, int32_t group, i
     if (thread == 32) arrive_cluster(peer_empty + slot);
   };
   if (!barrier_passed(&s.full[stage.slot], stage.parity)) meanwhile();
-  multiply_stage<M, true>(s, group, stage, acc);
+  multiply_stage<M, !kContinue>(s, group, stage, acc);
   int32_t previous = stage.slot;
   stage.advance();
   for (int32_t k = kTileK; k < depth; k += kTileK) {

@@ -36,6 +36,7 @@ class SymmetricLayout(Structure):
         ("counts_ready", c_int64),
         ("tables_ready", c_int64),
         ("abort", c_int64),
+        ("replays", c_int64),
         ("counts", c_int64),
         ("fc2_done", c_int64),
         ("row_source", c_int64),
@@ -43,8 +44,9 @@ class SymmetricLayout(Structure):
         ("slot_dst_row", c_int64),
         ("weights", c_int64),
         ("d_weight_parts", c_int64),
-        ("y_rows", c_int64),
+        ("y_slots", c_int64),
         ("x", c_int64),
+        ("replay_x", c_int64),
         ("bytes", c_int64),
     )
 
@@ -65,8 +67,10 @@ class CallParams(Structure):
         ("top_k", c_int32),
         ("experts", c_int32),
         ("capacity", c_int32),
+        ("max_rows", c_int32),
         ("hidden", c_int32),
         ("layer", c_int32),
+        ("unused", c_int32),
     )
 
 
@@ -102,7 +106,6 @@ class ForwardParams(Structure):
     _fields_ = (
         ("call", CallParams),
         ("x", c_void_p),
-        ("experts", c_void_p),
         ("weights", c_void_p),
         ("slot_dst_rank", c_void_p),
         ("slot_dst_row", c_void_p),
@@ -113,6 +116,7 @@ class ForwardParams(Structure):
         ("w1_maps", c_void_p),
         ("w2_maps", c_void_p),
         ("x_rows", c_void_p),
+        ("x_ring", c_void_p),
         ("h", c_void_p),
         ("gate_up", c_void_p),
         ("row_src_rank", c_void_p),
@@ -124,8 +128,6 @@ class ForwardParams(Structure):
         ("comm_sms", c_int32),
         ("clamp", c_float),
         ("linear_offset", c_float),
-        ("rebuild", c_int32),
-        ("unused", c_int32),
     )
 
 
@@ -134,7 +136,8 @@ class ReopenParams(Structure):
 
     _fields_ = (
         ("call", CallParams),
-        ("tokens", c_void_p),
+        ("dy", c_void_p),
+        ("x", c_void_p),
         ("weights", c_void_p),
         ("slot_dst_rank", c_void_p),
         ("slot_dst_row", c_void_p),
@@ -142,7 +145,7 @@ class ReopenParams(Structure):
         ("tile_table", c_void_p),
         ("counters", c_void_p),
         ("sms", c_int32),
-        ("unused", c_int32),
+        ("kept", c_int32),
     )
 
 
@@ -152,6 +155,7 @@ class BackwardParams(Structure):
     _fields_ = (
         ("call", CallParams),
         ("dy", c_void_p),
+        ("x", c_void_p),
         ("weights", c_void_p),
         ("slot_dst_rank", c_void_p),
         ("slot_dst_row", c_void_p),
@@ -162,12 +166,14 @@ class BackwardParams(Structure):
         ("counters", c_void_p),
         ("w1_maps", c_void_p),
         ("w2_maps", c_void_p),
+        ("w1_forward_maps", c_void_p),
         ("x_rows", c_void_p),
         ("gate_up", c_void_p),
         ("dy_rows", c_void_p),
         ("d_gate_up", c_void_p),
         ("h_rows", c_void_p),
         ("row_weights", c_void_p),
+        ("partials", c_void_p),
         ("w1_grads", c_void_p),
         ("w2_grads", c_void_p),
         ("dx", c_void_p),

@@ -19,12 +19,14 @@ from mok_megatron.schedule import Schedule
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What forward keeps for backward: the schedule and plain tensors (None where the options say: rebuild).
+    """What forward keeps for backward: the schedule and plain tensors (None where the options say: not kept).
+
+    A backend may keep only the first rows; backward then makes the others again.
 
     Attributes:
         x: layer input ``[T, H]``.
         gate_up: ``[R, 2I]``, gate columns then up columns, before clamp and activation; None with ``recompute``.
-        x_rows: dispatched rows ``[R, H]``; None unless ``save_x``.
+        x_rows: dispatched rows ``[R, H]``; None with ``recompute`` or without ``save_x``.
     """
 
     schedule: Schedule

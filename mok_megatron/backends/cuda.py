@@ -93,7 +93,8 @@ class CudaBackend:
         if rows is None:
             rows = memory.default_ring_rows(self.shape, max_tokens)
         rows = max(BLOCK_ROWS, -(-rows // BLOCK_ROWS) * BLOCK_ROWS)
-        return Sizes(shape=self.shape, max_tokens=max_tokens, ring_rows=rows)
+        replays = self.config.recompute or not self.config.save_x
+        return Sizes(shape=self.shape, max_tokens=max_tokens, ring_rows=rows, replays=replays)
 
     def reserve(self, max_tokens: int) -> None:
         """Allocate for up to ``max_tokens`` tokens per rank, the same number on every rank. Collective over the group.
@@ -118,21 +119,21 @@ class CudaBackend:
         else:
             preflight.require_one_domain(self._group, self.device)
             self._adopt(Workspace.symmetric(sizes, self._group, self.device))
-        _announce(memory.describe_workspace(self.shape, max_tokens, sizes.ring_rows))
+        _announce(memory.describe_workspace(self.shape, max_tokens, sizes.ring_rows, replays=sizes.replays))
 
     def build_schedule(self, x: Tensor, probs: Tensor, routing_map: Tensor, *, layer: int) -> Schedule:
-        """See ``Backend.build_schedule``. The row tables, of the capacity's length, are filled by ``forward``."""
+        """See ``Backend.build_schedule``. ``forward`` fills the row tables; rows behind those in use are undefined."""
         tokens, top_k = probs.shape[0], self.shape.top_k
         if self.shape.ep_size == 1:
             self.reserve(tokens)
         elif self.workspace is None and self._group is not None:
             self.reserve(_agree_on_tokens(tokens, self._group, self.device))
         check_operand("x", x, (tokens, self.shape.hidden), self.device, layer)
-        capacity = self._capacity(tokens)
+        capacity, max_rows = self._rows(tokens, layer)
         probs = probs if probs.stride(1) == 1 else probs.contiguous()
         routing_map = routing_map.contiguous()
         slots = torch.empty(3, tokens, top_k, dtype=torch.int32, device=self.device)
-        rows = torch.empty(2, capacity, dtype=torch.int32, device=self.device)
+        rows = torch.empty(2, max_rows, dtype=torch.int32, device=self.device)
         schedule = Schedule(
             experts=slots[0],
             weights=torch.empty(tokens, top_k, dtype=torch.float32, device=self.device),
@@ -143,14 +144,14 @@ class CudaBackend:
             expert_first_row=torch.empty(self.shape.experts_per_rank + 1, dtype=torch.int32, device=self.device),
             block_rows=BLOCK_ROWS,
         )
-        self._launches.schedule(x, probs, routing_map, schedule, layer)
+        self._launches.schedule(x, probs, routing_map, schedule, capacity=capacity, layer=layer)
         return schedule
 
     def forward(
         self, x: Tensor, schedule: Schedule, w1: Sequence[Tensor], w2: Sequence[Tensor], *, save: bool, layer: int
     ) -> tuple[Tensor, Saved | None]:
-        """See ``Backend.forward``. Keeps buffers of the capacity's length: the host never learns the row count."""
-        capacity = schedule.row_src_rank.shape[0]
+        """See ``Backend.forward``. Keeps the first C rows, C being the capacity: the host never learns their number."""
+        capacity = self._rows(x.shape[0], layer)[0]
         check_operand("x", x, (schedule.experts.shape[0], self.shape.hidden), self.device, layer)
         maps = self.prepare(w1, w2, layer)
         keep_gate_up = save and not self.config.recompute
@@ -158,7 +159,7 @@ class CudaBackend:
         gate_up = x.new_empty(capacity, 2 * self.shape.intermediate) if keep_gate_up else None
         x_rows = x.new_empty(capacity, self.shape.hidden) if keep_rows else None
         y = torch.empty_like(x)
-        self._launches.forward(x, schedule, maps, x_rows=x_rows, gate_up=gate_up, y=y, layer=layer)
+        self._launches.forward(x, schedule, maps, capacity=capacity, x_rows=x_rows, gate_up=gate_up, y=y, layer=layer)
         return y, Saved(schedule=schedule, x=x, gate_up=gate_up, x_rows=x_rows) if save else None
 
     def prepare(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int = 0) -> Maps:
@@ -179,21 +180,23 @@ class CudaBackend:
         needs_dx: bool,
         layer: int,
     ) -> tuple[Tensor | None, Tensor]:
-        """See ``Backend.backward``. What forward did not keep is rebuilt first, by its own kernel."""
+        """See ``Backend.backward``. The kernel itself replays rows that forward did not keep."""
         schedule, inner, hidden = saved.schedule, self.shape.intermediate, self.shape.hidden
         check_operand("dy", dy, (schedule.experts.shape[0], hidden), self.device, layer)
         grad_type = grad_type_of(grads, (2 * inner, hidden), (hidden, inner), self.device, layer)
         maps = self.prepare(w1, w2, layer)
         x_rows, gate_up = saved.x_rows, saved.gate_up
-        if x_rows is None or gate_up is None:
-            x_rows, gate_up = self._rebuild(saved, maps, layer)
-        self._launches.reopen(dy, schedule, layer)
+        capacity = self._rows(dy.shape[0], layer)[0] if gate_up is None else gate_up.shape[0]
+        kept = x_rows is not None and gate_up is not None
+        self._launches.reopen(dy, saved.x, schedule, capacity=capacity, kept=kept, layer=layer)
         dx = torch.empty_like(dy) if needs_dx else None
         d_weights = torch.empty_like(schedule.weights)
         self._launches.backward(
             dy,
+            saved.x,
             schedule,
             maps,
+            capacity=capacity,
             x_rows=x_rows,
             gate_up=gate_up,
             grads=GradTargets(
@@ -220,17 +223,6 @@ class CudaBackend:
             self._weight_maps.clear()
             self._grad_tables.clear()
 
-    def _rebuild(self, saved: Saved, maps: Maps, layer: int) -> tuple[Tensor, Tensor]:
-        """``x_rows [C, H]`` and ``gate_up [C, 2I]`` as forward had them, in every bit."""
-        schedule, capacity = saved.schedule, saved.schedule.row_src_rank.shape[0]
-        self._launches.reopen(saved.x, schedule, layer)
-        x_rows = saved.x.new_empty(capacity, self.shape.hidden)
-        kept, new = saved.gate_up, None
-        if kept is None:
-            kept = new = saved.x.new_empty(capacity, 2 * self.shape.intermediate)
-        self._launches.forward(saved.x, schedule, maps, x_rows=x_rows, gate_up=new, y=None, layer=layer)
-        return x_rows, kept
-
     def _adopt(self, workspace: Workspace) -> None:
         """Work in ``workspace`` from now on; the one before is freed, or stays where a graph holds its addresses."""
         # Launches of any stream may be under way in the one before, and the new one is to be zero for all of them.
@@ -243,22 +235,17 @@ class CudaBackend:
         self._launches.adopt(workspace)
         failures.watch(workspace)
 
-    def _space(self) -> Workspace:
-        if self.workspace is None:
-            raise RuntimeError("the backend has no workspace: call reserve(max_tokens) at model build")
-        return self.workspace
-
-    def _capacity(self, tokens: int) -> int:
-        """Rows of this call's buffers: the workspace's, or fewer where a single rank's own tokens bound them."""
-        sizes = self._space().sizes
+    def _rows(self, tokens: int, layer: int) -> tuple[int, int]:
+        """Rows of this call's buffers and the most that it can have: the workspace's, or those of its own tokens."""
+        sizes = self._launches.workspace(layer).sizes
         if tokens > sizes.max_tokens:
             raise ValueError(
                 f"this call has {tokens} tokens but the workspace was made for {sizes.max_tokens}: {_SAY_MOST}"
             )
         if self.shape.ep_size > 1:
-            return sizes.ring_rows
-        worst = memory.worst_case_rows(self.shape, tokens)
-        return min(sizes.ring_rows, max(BLOCK_ROWS, worst))
+            return sizes.ring_rows, sizes.max_rows
+        most = memory.most_rows(self.shape, tokens)
+        return min(sizes.ring_rows, most), most
 
 
 def _multiprocessors(device: torch.device) -> int:

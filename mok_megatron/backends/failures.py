@@ -21,7 +21,7 @@ _POLL_S = 0.25
 _GRACE_S = 2.0
 """Time for the training code to meet the CUDA error itself and say where it was."""
 
-_PHASES = ("routing", "counts", "tables", "dispatch", "FC1", "FC2", "combine", "weight gradients")
+_PHASES = ("routing", "counts", "tables", "dispatch", "FC1", "FC2", "combine", "weight gradients", "ring")
 
 _watched: list[ref[Workspace]] = []
 """Weak: a model that goes takes its workspaces along."""
@@ -42,11 +42,6 @@ def describe(record: FailRecord) -> str:
         )
     if record.code == 2:
         return f"{where}: rank {record.peer} failed and said so; its message has the cause"
-    if record.code == 3:
-        return (
-            f"{where}: {record.want} routed rows exceed the {record.seen} of the routed buffers by "
-            f"{record.want - record.seen}: raise ring_rows (--mok-ring-rows) to at least {record.want}"
-        )
     return f"{where}: token {record.where} is routed to {record.seen} experts, more than top_k={record.want}"
 
 

@@ -78,7 +78,14 @@ class Launches:
             "linear_offset": activation.linear_offset,
         }
         self._schedule = ScheduleParams(call=call, **tables, **{name: scratch[name] for name in routing})
-        self._forward = ForwardParams(call=call, **tables, **launch, token_order=scratch["token_order"], h=scratch["h"])
+        self._forward = ForwardParams(
+            call=call,
+            **tables,
+            **launch,
+            token_order=scratch["token_order"],
+            x_ring=scratch["x_rows"],
+            h=scratch["h"],
+        )
         self._reopen = ReopenParams(call=call, **tables, sms=self._sms)
         self._backward = BackwardParams(
             call=call,
@@ -88,12 +95,24 @@ class Launches:
             d_gate_up=scratch["d_gate_up"],
             h_rows=scratch["h"],
             row_weights=scratch["row_weights"],
+            partials=scratch["partials"],
         )
 
-    def schedule(self, x: Tensor, probs: Tensor, routing_map: Tensor, out: Schedule, layer: int) -> None:
+    def workspace(self, layer: int) -> Workspace:
+        """The workspace in use. Raises RuntimeError, for a call of ``layer``, when there is none."""
+        if self._workspace is None:
+            raise RuntimeError(
+                f"layer {layer}: the backend has no workspace: call reserve(max_tokens) at model build, and close() "
+                f"only after the last backward"
+            )
+        return self._workspace
+
+    def schedule(
+        self, x: Tensor, probs: Tensor, routing_map: Tensor, out: Schedule, *, capacity: int, layer: int
+    ) -> None:
         """Fill all of ``out`` but the row tables; open the call that ``forward`` ends."""
         params = self._schedule
-        self._open(params.call, out, layer)
+        self._open(params.call, out, layer, capacity)
         params.probs = probs.data_ptr()
         params.routing_map = routing_map.data_ptr()
         params.x = x.data_ptr()
@@ -112,46 +131,48 @@ class Launches:
         schedule: Schedule,
         maps: Maps,
         *,
+        capacity: int,
         x_rows: Tensor | None,
         gate_up: Tensor | None,
-        y: Tensor | None,
+        y: Tensor,
         layer: int,
     ) -> None:
-        """``y [T, H]`` and, where wanted, ``x_rows [C, H]`` and ``gate_up [C, 2I]``.
-
-        Without ``y`` the rows alone are rebuilt for backward, in every bit as forward had them.
-        """
+        """``y [T, H]``, the row tables of ``schedule`` and, where wanted, ``x_rows [C, H]`` and ``gate_up [C, 2I]``."""
         params = self._forward
-        scratch = self._open(params.call, schedule, layer).scratch
+        scratch = self._open(params.call, schedule, layer, capacity).scratch
         params.x = x.data_ptr()
-        params.experts = schedule.experts.data_ptr()
         _set_slot_tables(params, schedule)
         params.w1_maps, params.w2_maps = maps.w1_forward, maps.w2_forward
         params.x_rows = scratch["x_rows"] if x_rows is None else x_rows.data_ptr()
         params.gate_up = None if gate_up is None else gate_up.data_ptr()
         params.row_src_rank = schedule.row_src_rank.data_ptr()
         params.row_src_slot = schedule.row_src_slot.data_ptr()
-        params.y = None if y is None else y.data_ptr()
-        params.rebuild = y is None
-        params.lag = 1 if y is None else self._lag(x.shape[0], FC1_TILE_COLUMNS)
+        params.y = y.data_ptr()
+        params.lag = self._lag(x.shape[0], FC1_TILE_COLUMNS)
         self._launch(params)
 
-    def reopen(self, tokens: Tensor, schedule: Schedule, layer: int) -> None:
-        """Open a call on an earlier schedule: publish ``tokens [T, H]`` to the peers and clear the counters."""
+    def reopen(self, dy: Tensor, x: Tensor, schedule: Schedule, *, capacity: int, kept: bool, layer: int) -> None:
+        """Open a backward call: publish ``dy [T, H]`` and, where a rank replays rows, ``x``; clear the counters.
+
+        ``kept``: forward kept gate, up and x of the first ``capacity`` rows.
+        """
         params = self._reopen
-        self._open(params.call, schedule, layer)
-        params.tokens = tokens.data_ptr()
+        self._open(params.call, schedule, layer, capacity)
+        params.dy, params.x = dy.data_ptr(), x.data_ptr()
+        params.kept = kept
         _set_slot_tables(params, schedule)
         self._launch(params)
 
     def backward(
         self,
         dy: Tensor,
+        x: Tensor,
         schedule: Schedule,
         maps: Maps,
         *,
-        x_rows: Tensor,
-        gate_up: Tensor,
+        capacity: int,
+        x_rows: Tensor | None,
+        gate_up: Tensor | None,
         grads: GradTargets,
         dx: Tensor | None,
         d_weights: Tensor,
@@ -159,14 +180,15 @@ class Launches:
     ) -> None:
         """``dx [T, H]``, ``d_weights [T, K]`` and the weight gradients, in the call that ``reopen`` opened."""
         params = self._backward
-        self._open(params.call, schedule, layer)
-        params.dy = dy.data_ptr()
+        self._open(params.call, schedule, layer, capacity)
+        params.dy, params.x = dy.data_ptr(), x.data_ptr()
         _set_slot_tables(params, schedule)
         params.row_src_rank = schedule.row_src_rank.data_ptr()
         params.row_src_slot = schedule.row_src_slot.data_ptr()
         params.w1_maps, params.w2_maps = maps.w1_backward, maps.w2_backward
-        params.x_rows = x_rows.data_ptr()
-        params.gate_up = gate_up.data_ptr()
+        params.w1_forward_maps = maps.w1_forward
+        params.x_rows = None if x_rows is None else x_rows.data_ptr()
+        params.gate_up = None if gate_up is None else gate_up.data_ptr()
         params.w1_grads, params.w2_grads = grads.w1, grads.w2
         params.grad_type, params.accumulate = grads.type, grads.accumulate
         params.dx = None if dx is None else dx.data_ptr()
@@ -175,16 +197,13 @@ class Launches:
         params.lag = self._lag(dy.shape[0], memory.BACKWARD_TILE_COLUMNS)
         self._launch(params)
 
-    def _open(self, call: CallParams, schedule: Schedule, layer: int) -> Workspace:
+    def _open(self, call: CallParams, schedule: Schedule, layer: int, capacity: int) -> Workspace:
         """What changes between calls; ``adopt`` has set the rest."""
         failures.check(layer)
-        if self._workspace is None:
-            raise RuntimeError(
-                f"layer {layer}: the backend has no workspace: call reserve(max_tokens) at model build, and close() "
-                f"only after the last backward"
-            )
-        call.tokens, call.capacity, call.layer = schedule.experts.shape[0], schedule.row_src_rank.shape[0], layer
-        return self._workspace
+        workspace = self.workspace(layer)
+        call.tokens, call.layer = schedule.experts.shape[0], layer
+        call.capacity, call.max_rows = capacity, schedule.row_src_rank.shape[0]
+        return workspace
 
     def _launch(self, params: ctypes.Structure) -> None:
         """Launch on the tensors' device, whatever the current one is, and on its current stream."""

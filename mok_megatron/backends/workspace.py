@@ -21,15 +21,33 @@ from mok_megatron.config import MoeShape
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a workspace is made for; the same on every rank of a group."""
+    """What a workspace is made for; the same on every rank of a group.
+
+    Attributes:
+        replays: backward replays rows whatever the routing, because forward does not keep all that it needs.
+    """
 
     shape: MoeShape
     max_tokens: int
     ring_rows: int
+    replays: bool = False
+
+    @property
+    def max_rows(self) -> int:
+        """R, the most rows that a rank can hold."""
+        return memory.most_rows(self.shape, self.max_tokens)
+
+    def symmetric_buffers(self) -> tuple[memory.Buffer, ...]:
+        """What peers read or write."""
+        return memory.symmetric_buffers(self.shape, self.max_tokens)
+
+    def scratch_buffers(self) -> tuple[memory.Buffer, ...]:
+        """What only this rank's kernels touch."""
+        return memory.scratch_buffers(self.shape, self.max_tokens, self.ring_rows, replays=self.replays)
 
     def layout(self) -> SymmetricLayout:
         """Offsets of the symmetric buffers."""
-        offsets, end = memory.placed(memory.symmetric_buffers(self.shape, self.max_tokens, self.ring_rows))
+        offsets, end = memory.placed(self.symmetric_buffers())
         return SymmetricLayout(**offsets, bytes=end)
 
 
@@ -52,7 +70,7 @@ class Workspace:
         self.peers = torch.tensor(peers, dtype=torch.int64).to(device)
         self._keep = keep
         self.symmetric_bytes = symmetric
-        offsets, end = memory.placed(memory.scratch_buffers(sizes.shape, sizes.max_tokens, sizes.ring_rows))
+        offsets, end = memory.placed(sizes.scratch_buffers())
         self.scratch_bytes = torch.zeros(end, dtype=torch.uint8, device=device)
         self.scratch = {name: self.scratch_bytes.data_ptr() + offset for name, offset in offsets.items()}
         self.record = torch.zeros(8, dtype=torch.int32).pin_memory()

@@ -19,7 +19,12 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--gpu", required=True, help="h100, h200, b200, gb200 or gb300")
     parser.add_argument("--ep", type=int, required=True, help="expert-parallel size")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens per rank (default: 4096)")
-    parser.add_argument("--combine", choices=("pull", "push"), default="pull", help="who moves y rows (default: pull)")
+    parser.add_argument(
+        "--combine",
+        choices=("pull", "push"),
+        default="pull",
+        help="who moves y rows: their token's rank, or the expert's, as the kernel does (default: pull)",
+    )
     parser.add_argument("--comm-sms", type=int, help="SMs whose warps copy (default: all)")
     parser.add_argument("--copy-warps", type=int, default=2, help="copying warps per CTA (default: 2)")
     parser.add_argument(

@@ -12,8 +12,8 @@ from mok_megatron.simulator.machine import Machine
 RECOMPUTE_LEVELS = ("none", "no-save-x", "mok", "selective", "full")
 """Least time first, least memory last.
 
-``none``: everything is kept. ``no-save-x``: dispatched rows are pulled again in backward. ``mok``: gate and up are also
-rebuilt there. ``selective``: norms, MLA up-projections, dense and shared MLPs are also recomputed. ``full``: only a
+``none``: everything is kept. ``no-save-x``: rows are dispatched again in backward. ``mok``: gate and up are computed
+again, too. ``selective``: norms, MLA up-projections, dense and shared MLPs are also recomputed. ``full``: only a
 layer's input is kept.
 """
 

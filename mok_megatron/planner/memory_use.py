@@ -74,9 +74,8 @@ def layer_bytes(arch: Architecture, tokens: int, recompute: str, shape: MoeShape
 
 
 @lru_cache(maxsize=4096)
-def _workspace(shape: MoeShape, tokens: int, ring_rows: int, save_x: bool) -> int:
-    rebuilt = memory.rebuilt_bytes(shape, ring_rows, recompute=False, save_x=save_x)
-    return memory.workspace_bytes(shape, tokens, ring_rows) + rebuilt
+def _workspace(shape: MoeShape, tokens: int, ring_rows: int, replays: bool) -> int:
+    return memory.workspace_bytes(shape, tokens, ring_rows, replays=replays)
 
 
 def tokens_per_gpu(job: Job, c: Candidate) -> int:
@@ -110,7 +109,7 @@ def memory_use(
         gradients=FP32 * params,
         optimizer=OPTIMIZER_BYTES * (dense_params / (c.dp * c.cp) + expert_params / c.expert_dp),
         activations=activations * (1 + FRAGMENTATION),
-        workspace=_workspace(shape, tokens, ring_rows, recompute == "none"),
+        workspace=_workspace(shape, tokens, ring_rows, recompute != "none"),
     )
 
 

@@ -141,7 +141,10 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """How the kernel moves rows: the choices that the simulator is there to compare. The defaults are the kernel's.
+    """How the kernel moves rows: the choices that the simulator is there to compare.
+
+    The defaults are the kernel's, but for ``combine``: the kernel pushes, which its ring needs, each row to its token's
+    slot as soon as its tile is done. The default stays what the studies are made with, and is the slower one.
 
     Attributes:
         copy_layout: ``warps``: copying warps in every CTA, all SMs compute. ``dedicated``: ``comm_sms`` SMs only

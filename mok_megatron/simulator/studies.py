@@ -47,9 +47,9 @@ def ep_sizes(machine: Machine, shape: MoeShape, tokens: int, sizes: list[int]) -
 def transport(machine: Machine, shape: MoeShape, tokens: int) -> Iterator[Row]:
     """How rows travel."""
     cases = {
-        "as the kernel does": BASE,
+        "y rows pulled by their tokens' ranks": BASE,
         "combine in token order": replace(BASE, token_order="token"),
-        "experts' ranks push y rows": replace(BASE, combine="push"),
+        "y rows pushed by the experts' ranks, as the kernel does": replace(BASE, combine="push"),
         "pull rotated: destination d begins with source d": replace(BASE, pull_order="rotated"),
         "push and rotated": replace(BASE, combine="push", pull_order="rotated"),
         "dispatch once per route": replace(BASE, dedup=False),
