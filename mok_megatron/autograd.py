@@ -96,9 +96,8 @@ def apply_experts(
         call = _Call(backend, schedule, w1, w2, layer, fuse_grad_accumulation)
         y: Tensor = _Experts.apply(call, *inputs)
         return y
-    with torch.no_grad():
-        weights = w1.split(w1.parameters), w2.split(w2.parameters)
-        y, _ = backend.forward(x, schedule, *weights, save=False, layer=layer)
+    weights = w1.split(w1.parameters), w2.split(w2.parameters)
+    y, _ = backend.forward(x, schedule, *weights, save=False, layer=layer)
     return y
 
 

@@ -27,7 +27,7 @@ def _backend(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, **options: Any) -> t
     monkeypatch.setattr(cuda, "load_library", lambda _architecture: library)
     monkeypatch.setattr(cuda, "_announce", lambda _line: None)
     backend = CudaBackend.create(SHAPE, MokConfig(**options), None, CPU)
-    for part in (backend, backend._launches, backend._weight_maps):
+    for part in (backend, backend._launches, backend._weight_maps, backend._grad_tables):
         setattr(part, "device" if part is backend else "_device", CPU)  # without an index, as tensors have it
     return backend, library
 
@@ -124,7 +124,7 @@ def test_launches_go_to_the_tensors_device(gpu: FakeGpu) -> None:
     launches = Launches(library, SHAPE, MokConfig(), torch.device("cuda", 3), rank=0, sms=132)  # type: ignore[arg-type]
     for current in (0, 3):
         gpu.current = current
-        launches._launch(ReopenParams())
+        launches._launch(ReopenParams(), launches.begin(layer=1))
         assert gpu.current == current
     assert [device for _, device, _ in library.launched] == [3, 3]
 

@@ -18,9 +18,10 @@ from mok_megatron import memory, preflight
 from mok_megatron.backends import failures
 from mok_megatron.backends.base import Saved, WeightGrads
 from mok_megatron.backends.build import architecture_of
-from mok_megatron.backends.grad_tables import GradTables, GradTargets, grad_type_of
+from mok_megatron.backends.grad_tables import GradTables
 from mok_megatron.backends.launches import Launches
 from mok_megatron.backends.library import cuda_unavailable_reason, load_library
+from mok_megatron.backends.streams import Calling
 from mok_megatron.backends.weight_maps import Maps, WeightMaps, check_operand
 from mok_megatron.backends.workspace import Sizes, Workspace
 from mok_megatron.config import MoeShape, MokConfig
@@ -53,7 +54,7 @@ class CudaBackend:
         self._group: dist.ProcessGroup | None = None
         self._launches = Launches(library, shape, config, self.device, rank=rank, sms=sms)
         self._weight_maps = WeightMaps(library, shape, self.device)
-        self._grad_tables = GradTables(self.device)
+        self._grad_tables = GradTables(shape, self.device)
 
     @classmethod
     def create(
@@ -144,7 +145,8 @@ class CudaBackend:
             expert_first_row=torch.empty(self.shape.experts_per_rank + 1, dtype=torch.int32, device=self.device),
             block_rows=BLOCK_ROWS,
         )
-        self._launches.schedule(x, probs, routing_map, schedule, capacity=capacity, layer=layer)
+        calling = self._launches.begin(layer)
+        self._launches.schedule(x, probs, routing_map, schedule, capacity=capacity, calling=calling)
         return schedule
 
     def forward(
@@ -153,13 +155,16 @@ class CudaBackend:
         """See ``Backend.forward``. Keeps the first C rows, C being the capacity: the host never learns their number."""
         capacity = self._rows(x.shape[0], layer)[0]
         check_operand("x", x, (schedule.experts.shape[0], self.shape.hidden), self.device, layer)
-        maps = self.prepare(w1, w2, layer)
+        calling = self._launches.begin(layer)
+        maps = self._weight_maps.of(w1, w2, calling)
         keep_gate_up = save and not self.config.recompute
         keep_rows = keep_gate_up and self.config.save_x
         gate_up = x.new_empty(capacity, 2 * self.shape.intermediate) if keep_gate_up else None
         x_rows = x.new_empty(capacity, self.shape.hidden) if keep_rows else None
         y = torch.empty_like(x)
-        self._launches.forward(x, schedule, maps, capacity=capacity, x_rows=x_rows, gate_up=gate_up, y=y, layer=layer)
+        self._launches.forward(
+            x, schedule, maps, capacity=capacity, x_rows=x_rows, gate_up=gate_up, y=y, calling=calling
+        )
         return y, Saved(schedule=schedule, x=x, gate_up=gate_up, x_rows=x_rows) if save else None
 
     def prepare(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int = 0) -> Maps:
@@ -167,7 +172,7 @@ class CudaBackend:
 
         Done before, it spares the first call of a virtual rank an allocation, which would wait for its peers' kernels.
         """
-        return self._weight_maps.of(w1, w2, layer)
+        return self._weight_maps.of(w1, w2, Calling.on(self.device, layer))
 
     def backward(
         self,
@@ -181,14 +186,14 @@ class CudaBackend:
         layer: int,
     ) -> tuple[Tensor | None, Tensor]:
         """See ``Backend.backward``. The kernel itself replays rows that forward did not keep."""
-        schedule, inner, hidden = saved.schedule, self.shape.intermediate, self.shape.hidden
-        check_operand("dy", dy, (schedule.experts.shape[0], hidden), self.device, layer)
-        grad_type = grad_type_of(grads, (2 * inner, hidden), (hidden, inner), self.device, layer)
-        maps = self.prepare(w1, w2, layer)
+        schedule = saved.schedule
+        check_operand("dy", dy, (schedule.experts.shape[0], self.shape.hidden), self.device, layer)
+        calling = self._launches.begin(layer)
+        targets, maps = self._grad_tables.of(grads, calling), self._weight_maps.of(w1, w2, calling)
         x_rows, gate_up = saved.x_rows, saved.gate_up
         capacity = self._rows(dy.shape[0], layer)[0] if gate_up is None else gate_up.shape[0]
         kept = x_rows is not None and gate_up is not None
-        self._launches.reopen(dy, saved.x, schedule, capacity=capacity, kept=kept, layer=layer)
+        self._launches.reopen(dy, saved.x, schedule, capacity=capacity, kept=kept, calling=calling)
         dx = torch.empty_like(dy) if needs_dx else None
         d_weights = torch.empty_like(schedule.weights)
         self._launches.backward(
@@ -199,12 +204,10 @@ class CudaBackend:
             capacity=capacity,
             x_rows=x_rows,
             gate_up=gate_up,
-            grads=GradTargets(
-                self._grad_tables.of(grads.w1), self._grad_tables.of(grads.w2), grad_type, grads.accumulate
-            ),
+            grads=targets,
             dx=dx,
             d_weights=d_weights,
-            layer=layer,
+            calling=calling,
         )
         return dx, d_weights
 

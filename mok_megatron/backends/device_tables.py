@@ -9,6 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from mok_megatron.backends.streams import Calling
+
 KEPT = 1024
 """Tables kept: one per layer while its parameters stay where they are."""
 
@@ -18,6 +20,7 @@ Addresses = tuple[int, ...]
 @dataclass(frozen=True)
 class _Entry:
     device: Tensor
+    address: int
     host: Tensor  # pinned; a graph may replay the copy
     ready: torch.cuda.Event | None  # the copy has run; None: it belongs to a graph, which runs it at every replay
     streams: set[int]  # that come after the copy
@@ -36,32 +39,31 @@ class DeviceTables:
         self._entries: OrderedDict[Addresses, _Entry] = OrderedDict()
         self._of_graphs: dict[int, _Entry] = {}
 
-    def of(self, addresses: Addresses, make: Callable[[], Tensor]) -> int:
+    def of(self, addresses: Addresses, make: Callable[[], Tensor], calling: Calling) -> int:
         """Address of the table of ``addresses``; ``make`` gives its content in host memory where it is new."""
         entry = self._entries.get(addresses)
-        if torch.cuda.is_current_stream_capturing():
-            entry = entry or self._copied(make(), captured=True)
+        if calling.captured:
+            entry = entry or self._copied(make(), calling)
             self._of_graphs[id(entry)] = entry
         elif entry is None:
-            entry = self._entries[addresses] = self._copied(make(), captured=False)
+            entry = self._entries[addresses] = self._copied(make(), calling)
             if len(self._entries) > KEPT:
                 self._entries.popitem(last=False)
         else:
             self._entries.move_to_end(addresses)
-            _order(entry, torch.cuda.current_stream(self._device))
-        return entry.device.data_ptr()
+            _order(entry, calling.stream)
+        return entry.address
 
     def clear(self) -> None:
         """Forget all tables; nothing may use them any more."""
         self._entries.clear()
         self._of_graphs.clear()
 
-    def _copied(self, content: Tensor, *, captured: bool) -> _Entry:
+    def _copied(self, content: Tensor, calling: Calling) -> _Entry:
         host = content.pin_memory()
         device = host.to(self._device, non_blocking=True)
-        stream = torch.cuda.current_stream(self._device)
-        ready = None if captured else stream.record_event()
-        return _Entry(device, host, ready, {stream.cuda_stream})
+        ready = None if calling.captured else calling.stream.record_event()
+        return _Entry(device, device.data_ptr(), host, ready, {calling.stream.cuda_stream})
 
 
 def _order(entry: _Entry, stream: torch.cuda.Stream) -> None:

@@ -10,8 +10,12 @@ from torch import Tensor
 
 from mok_megatron.backends.base import WeightGrads
 from mok_megatron.backends.device_tables import DeviceTables
+from mok_megatron.backends.streams import Calling
+from mok_megatron.config import MoeShape
 
 GRAD_TYPES = {torch.float32: 0, torch.bfloat16: 1}
+ALIGNMENT = 16
+"""Bytes; the kernels write so many at once."""
 
 
 @dataclass(frozen=True)
@@ -25,43 +29,59 @@ class GradTargets:
 
 
 class GradTables:
-    """Gradient addresses -> tables ``int64 [e]`` on ``device``, 0 where a weight is frozen."""
+    """Gradient addresses -> table ``int64 [2 * e]`` on ``device``, w1 then w2, 0 where a weight is frozen."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, shape: MoeShape, device: torch.device) -> None:
+        self._shape, self._device = shape, device
         self._tables = DeviceTables(device)
 
-    def of(self, grads: Sequence[Tensor | None]) -> int | None:
-        """Address of the table of ``grads``; None when every weight is frozen."""
-        addresses = tuple([0 if grad is None else grad.data_ptr() for grad in grads])
-        if not any(addresses):
-            return None
-        return self._tables.of(addresses, lambda: torch.tensor(addresses, dtype=torch.int64))
+    def of(self, grads: WeightGrads, calling: Calling) -> GradTargets:
+        """Tables of ``grads``. Raises ValueError for gradients that the kernel cannot write.
+
+        Dtypes are looked at in every call, since memory is used again with another one; all else when an address is
+        new.
+        """
+        types = {grad.dtype for sinks in (grads.w1, grads.w2) for grad in sinks if grad is not None}
+        if len(types) > 1 or not types <= GRAD_TYPES.keys():
+            names = ", ".join(sorted(str(dtype) for dtype in types))
+            raise ValueError(
+                f"layer {calling.layer}: weight gradients must be all float32 or all bfloat16, got {names}: "
+                f"accumulate all of them into main_grad of one dtype"
+            )
+        if not types:
+            return GradTargets(None, None, 0, grads.accumulate)
+        type_ = GRAD_TYPES[types.pop()]
+        w1 = [0 if grad is None else grad.data_ptr() for grad in grads.w1]
+        w2 = [0 if grad is None else grad.data_ptr() for grad in grads.w2]
+
+        def table() -> Tensor:
+            shape = self._shape
+            self._check("w1", grads.w1, (2 * shape.intermediate, shape.hidden), calling.layer)
+            self._check("w2", grads.w2, (shape.hidden, shape.intermediate), calling.layer)
+            return torch.tensor([*w1, *w2], dtype=torch.int64)
+
+        first = self._tables.of((type_, *w1, *w2), table, calling)
+        return GradTargets(
+            first if any(w1) else None, first + 8 * len(w1) if any(w2) else None, type_, grads.accumulate
+        )
 
     def clear(self) -> None:
         """Forget all tables."""
         self._tables.clear()
 
-
-def grad_type_of(
-    grads: WeightGrads, w1_size: tuple[int, int], w2_size: tuple[int, int], device: torch.device, layer: int
-) -> int:
-    """``GradType`` of the call's gradients. Raises ValueError for sinks that the kernel cannot write."""
-    types = set()
-    for name, sinks, size in (("w1", grads.w1, w1_size), ("w2", grads.w2, w2_size)):
+    def _check(self, name: str, sinks: Sequence[Tensor | None], size: tuple[int, int], layer: int) -> None:
+        if len(sinks) != self._shape.experts_per_rank:
+            raise ValueError(
+                f"layer {layer}: {name} has {len(sinks)} gradients, the rank holds {self._shape.experts_per_rank} "
+                f"experts"
+            )
         for index, sink in enumerate(sinks):
             if sink is None:
                 continue
-            types.add(sink.dtype)
-            if sink.shape != size or sink.device != device or not sink.is_contiguous() or sink.data_ptr() % 8:
+            fits = sink.shape == size and sink.device == self._device
+            if not fits or not sink.is_contiguous() or sink.data_ptr() % ALIGNMENT:
                 raise ValueError(
-                    f"layer {layer}: the gradient of {name}[{index}] must be contiguous {list(size)} on {device} and "
-                    f"8-byte aligned, got {list(sink.shape)} on {sink.device} with strides {sink.stride()} at "
-                    f"{sink.data_ptr():#x}"
+                    f"layer {layer}: the gradient of {name}[{index}] must be contiguous {list(size)} on "
+                    f"{self._device} and {ALIGNMENT}-byte aligned, got {list(sink.shape)} on {sink.device} with "
+                    f"strides {sink.stride()} at {sink.data_ptr():#x}"
                 )
-    if len(types) > 1 or not types <= GRAD_TYPES.keys():
-        names = ", ".join(sorted(str(dtype) for dtype in types))
-        raise ValueError(
-            f"layer {layer}: weight gradients must be all float32 or all bfloat16, got {names}: accumulate all of "
-            f"them into main_grad of one dtype"
-        )
-    return GRAD_TYPES[types.pop()] if types else 0

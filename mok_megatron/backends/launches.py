@@ -20,6 +20,7 @@ from mok_megatron.backends.abi import (
     ScheduleParams,
 )
 from mok_megatron.backends.grad_tables import GradTargets
+from mok_megatron.backends.streams import Calling
 from mok_megatron.backends.weight_maps import Maps
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.config import MoeShape, MokConfig
@@ -28,9 +29,9 @@ from mok_megatron.tile_order import FC1_TILE_COLUMNS, fc2_lag
 
 
 class Launches:
-    """Launches on ``device`` with ``sms`` SMs. Each raises RuntimeError when a kernel of this process has failed.
+    """Launches on ``device`` with ``sms`` SMs, in the calls that ``begin`` gives.
 
-    All of them work in one workspace, so a launch on another stream than the one before waits for that one.
+    All of them work in one workspace, so a call on another stream than the one before waits for that one.
 
     Attributes:
         captured: a graph holds addresses of the workspace.
@@ -107,12 +108,26 @@ class Launches:
             )
         return self._workspace
 
+    def begin(self, layer: int) -> Calling:
+        """A call of ``layer``: its launches come after those of all earlier calls.
+
+        Raises RuntimeError when a kernel of this process has failed.
+        """
+        failures.check(layer)
+        calling = Calling.on(self._device, layer)
+        if calling.captured:
+            self.captured = True
+        elif self._stream is not None and calling.stream != self._stream:
+            calling.stream.wait_stream(self._stream)
+        self._stream = calling.stream
+        return calling
+
     def schedule(
-        self, x: Tensor, probs: Tensor, routing_map: Tensor, out: Schedule, *, capacity: int, layer: int
+        self, x: Tensor, probs: Tensor, routing_map: Tensor, out: Schedule, *, capacity: int, calling: Calling
     ) -> None:
         """Fill all of ``out`` but the row tables; open the call that ``forward`` ends."""
         params = self._schedule
-        self._open(params.call, out, layer, capacity)
+        self._open(params.call, out, calling, capacity)
         params.probs = probs.data_ptr()
         params.routing_map = routing_map.data_ptr()
         params.x = x.data_ptr()
@@ -123,7 +138,7 @@ class Launches:
         params.out_slot_dst_rank = out.slot_dst_rank.data_ptr()
         params.out_slot_dst_row = out.slot_dst_row.data_ptr()
         params.out_expert_first_row = out.expert_first_row.data_ptr()
-        self._launch(params)
+        self._launch(params, calling)
 
     def forward(
         self,
@@ -135,11 +150,11 @@ class Launches:
         x_rows: Tensor | None,
         gate_up: Tensor | None,
         y: Tensor,
-        layer: int,
+        calling: Calling,
     ) -> None:
         """``y [T, H]``, the row tables of ``schedule`` and, where wanted, ``x_rows [C, H]`` and ``gate_up [C, 2I]``."""
         params = self._forward
-        scratch = self._open(params.call, schedule, layer, capacity).scratch
+        scratch = self._open(params.call, schedule, calling, capacity).scratch
         params.x = x.data_ptr()
         _set_slot_tables(params, schedule)
         params.w1_maps, params.w2_maps = maps.w1_forward, maps.w2_forward
@@ -149,19 +164,19 @@ class Launches:
         params.row_src_slot = schedule.row_src_slot.data_ptr()
         params.y = y.data_ptr()
         params.lag = self._lag(x.shape[0], FC1_TILE_COLUMNS)
-        self._launch(params)
+        self._launch(params, calling)
 
-    def reopen(self, dy: Tensor, x: Tensor, schedule: Schedule, *, capacity: int, kept: bool, layer: int) -> None:
+    def reopen(self, dy: Tensor, x: Tensor, schedule: Schedule, *, capacity: int, kept: bool, calling: Calling) -> None:
         """Open a backward call: publish ``dy [T, H]`` and, where a rank replays rows, ``x``; clear the counters.
 
         ``kept``: forward kept gate, up and x of the first ``capacity`` rows.
         """
         params = self._reopen
-        self._open(params.call, schedule, layer, capacity)
+        self._open(params.call, schedule, calling, capacity)
         params.dy, params.x = dy.data_ptr(), x.data_ptr()
         params.kept = kept
         _set_slot_tables(params, schedule)
-        self._launch(params)
+        self._launch(params, calling)
 
     def backward(
         self,
@@ -176,11 +191,11 @@ class Launches:
         grads: GradTargets,
         dx: Tensor | None,
         d_weights: Tensor,
-        layer: int,
+        calling: Calling,
     ) -> None:
         """``dx [T, H]``, ``d_weights [T, K]`` and the weight gradients, in the call that ``reopen`` opened."""
         params = self._backward
-        self._open(params.call, schedule, layer, capacity)
+        self._open(params.call, schedule, calling, capacity)
         params.dy, params.x = dy.data_ptr(), x.data_ptr()
         _set_slot_tables(params, schedule)
         params.row_src_rank = schedule.row_src_rank.data_ptr()
@@ -195,32 +210,23 @@ class Launches:
         params.wants_dx = dx is not None
         params.d_weights = d_weights.data_ptr()
         params.lag = self._lag(dy.shape[0], memory.BACKWARD_TILE_COLUMNS)
-        self._launch(params)
+        self._launch(params, calling)
 
-    def _open(self, call: CallParams, schedule: Schedule, layer: int, capacity: int) -> Workspace:
+    def _open(self, call: CallParams, schedule: Schedule, calling: Calling, capacity: int) -> Workspace:
         """What changes between calls; ``adopt`` has set the rest."""
-        failures.check(layer)
-        workspace = self.workspace(layer)
-        call.tokens, call.layer = schedule.experts.shape[0], layer
+        workspace = self.workspace(calling.layer)
+        call.tokens, call.layer = schedule.experts.shape[0], calling.layer
         call.capacity, call.max_rows = capacity, schedule.row_src_rank.shape[0]
         return workspace
 
-    def _launch(self, params: ctypes.Structure) -> None:
-        """Launch on the tensors' device, whatever the current one is, and on its current stream."""
+    def _launch(self, params: ctypes.Structure, calling: Calling) -> None:
+        """Launch on the tensors' device, whatever the current one is."""
+        stream = calling.stream.cuda_stream
         if torch.cuda.current_device() == self._device.index:
-            self._launch_here(params)
+            self._library.launch(params, stream)
         else:
             with torch.cuda.device(self._device):
-                self._launch_here(params)
-
-    def _launch_here(self, params: ctypes.Structure) -> None:
-        stream = torch.cuda.current_stream(self._device)
-        if torch.cuda.is_current_stream_capturing():
-            self.captured = True
-        elif self._stream is not None and stream != self._stream:
-            stream.wait_stream(self._stream)
-        self._stream = stream
-        self._library.launch(params, stream.cuda_stream)
+                self._library.launch(params, stream)
 
     def _lag(self, tokens: int, tile_columns: int) -> int:
         """Experts between the two GEMMs of one; ``tile_columns`` of I are one tile of the first."""

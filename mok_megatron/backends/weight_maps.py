@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mok_megatron.backends.abi import TENSOR_MAP_BYTES, Library
 from mok_megatron.backends.device_tables import Addresses, DeviceTables
+from mok_megatron.backends.streams import Calling
 from mok_megatron.config import MoeShape
 
 
@@ -31,16 +32,16 @@ class WeightMaps:
         self._part = shape.experts_per_rank * TENSOR_MAP_BYTES
         self._tables = DeviceTables(device)
 
-    def of(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int) -> Maps:
+    def of(self, w1: Sequence[Tensor], w2: Sequence[Tensor], calling: Calling) -> Maps:
         """Maps of ``w1[i] [2I, H]`` and ``w2[i] [H, I]`` where they are now. Raises ValueError for other tensors."""
-        addresses = tuple([weight.data_ptr() for weight in w1] + [weight.data_ptr() for weight in w2])
+        addresses = (*map(Tensor.data_ptr, w1), *map(Tensor.data_ptr, w2))
 
         def encoded() -> Tensor:
-            self._check(w1, w2, layer)
+            self._check(w1, w2, calling.layer)
             return self._encode(addresses)
 
-        first = self._tables.of(addresses, encoded)
-        return Maps(*(first + i * self._part for i in range(4)))
+        first, part = self._tables.of(addresses, encoded, calling), self._part
+        return Maps(first, first + part, first + 2 * part, first + 3 * part)
 
     def clear(self) -> None:
         """Forget all maps."""
