@@ -44,7 +44,6 @@ HONOURED: dict[str, str] = {
     "moe_token_drop_policy": _ROUTER,
     "moe_shared_expert_intermediate_size": _SHARED,
     "moe_shared_expert_gate": _SHARED,
-    "moe_shared_expert_glu_interleave_size": _SHARED,
     "activation_func_clamp_value": "applied to gate from above and to up on both sides, forward and backward",
     "glu_linear_offset": "added to up, forward and backward",
     "bias_activation_fusion": _NOTHING_LEFT,

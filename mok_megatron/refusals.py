@@ -165,6 +165,10 @@ REFUSALS: tuple[Refusal, ...] = (
             "the router weight is applied to the activation, between the two matrix products"),
     Refusal("moe_mlp_glu_interleave_size", "set", _given, _LAYOUT),
     Refusal("moe_single_grouped_bias", "True", _on, _LAYOUT),
+    Refusal("use_grouped_gemm_for_shared_expert", "True", _on,
+            "Megatron computes this shared expert in mxfp8 or nvfp4 only, and the experts run in bf16"),
+    Refusal("moe_shared_expert_glu_interleave_size", "set", _given,
+            "it belongs to use_grouped_gemm_for_shared_expert"),
     # Precision.
     Refusal("fp16", "True", _on, _PRECISION, "Use --bf16"),
     Refusal("params_dtype", "anything but bfloat16 and float32", _other_dtype, _PRECISION, "Use --bf16", "--bf16"),

@@ -23,6 +23,8 @@ TRIGGERS: dict[str, list[dict[str, Any]]] = {
     "activation_func_fp8_input_store": [{"activation_func_fp8_input_store": True}],
     "moe_apply_probs_on_input": [{"moe_apply_probs_on_input": True}],
     "moe_mlp_glu_interleave_size": [{"moe_mlp_glu_interleave_size": 32}],
+    "use_grouped_gemm_for_shared_expert": [{"use_grouped_gemm_for_shared_expert": True}],
+    "moe_shared_expert_glu_interleave_size": [{"moe_shared_expert_glu_interleave_size": 32}],
     "moe_single_grouped_bias": [{"moe_single_grouped_bias": True}],
     "fp16": [{"fp16": True, "params_dtype": torch.float16}],
     "params_dtype": [{"params_dtype": torch.float64}],

@@ -72,14 +72,21 @@ def named_tensors(layer: Any) -> dict[str, Tensor]:
 
 
 def common_names(tensors: dict[str, Tensor], layer: Any) -> dict[str, Tensor]:
-    """``tensors``, sorted, with ``experts.linear_fc1.0`` in place of each expert module's own name for a weight."""
+    """``tensors``, sorted, with ``experts.linear_fc1.0`` in place of each expert module's own name for a weight.
+
+    What follows a comma in a name (which call of several) stays.
+    """
     common = {
         f"experts.{name}": f"experts.{linear}.{i}"
         for linear in ("linear_fc1", "linear_fc2")
         for i, name in enumerate(moe_layers.expert_parameters(layer, linear))
     }
     common |= {f"d {name}": f"d {other}" for name, other in common.items()}
-    return dict(sorted((common.get(name, name), tensor) for name, tensor in tensors.items()))
+    renamed = {}
+    for name, tensor in tensors.items():
+        quantity, comma, call = name.partition(",")
+        renamed[common.get(quantity, quantity) + comma + call] = tensor
+    return dict(sorted(renamed.items()))
 
 
 def tokens(seed: int = 0, *, sequence: int = 129) -> Tensor:

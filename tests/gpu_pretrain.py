@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
 from tests.megatron_cpu.job import Job, RankReport
 
 ROOT = Path(__file__).resolve().parents[1]
+
+_EXCEPTION = re.compile(r"^(?:\[rank\d+\]: ?)?((?:\w+\.)*\w*(?:Error|Exception|Exit)\b.*)$", re.MULTILINE)
+"""The line of a traceback that names the exception; warnings and NCCL's own lines may follow it."""
 
 
 def main() -> None:
@@ -28,6 +33,16 @@ def main() -> None:
 
     report = rank.run(job, rank=0, port=int(os.environ["MASTER_PORT"]))
     report_path.write_text(json.dumps(report), encoding="utf-8")
+
+
+def keep_affinity() -> None:
+    """For ``Job.patch``: Megatron pins a run that offloads to the CPUs near its GPU, which wants pynvml and the right.
+
+    Runs that share a test machine are better left unpinned.
+    """
+    from megatron.core.pipeline_parallel import utils
+
+    utils.set_ideal_affinity_for_current_gpu = lambda: None
 
 
 def run_jobs(jobs: dict[str, Job], folder: Path, timeout_s: float) -> dict[str, RankReport]:
@@ -43,9 +58,15 @@ def run_jobs(jobs: dict[str, Job], folder: Path, timeout_s: float) -> dict[str, 
     return reports
 
 
-def job_outcomes(jobs: dict[str, Job], folder: Path, timeout_s: float) -> dict[str, RankReport | RuntimeError]:
-    """As ``run_jobs``, but a job that failed is answered by its error, and the others by their reports."""
-    running = {name: _start(job, folder / name) for name, job in jobs.items()}
+def job_outcomes(
+    jobs: dict[str, Job], folder: Path, timeout_s: float, environments: Mapping[str, Mapping[str, str]] | None = None
+) -> dict[str, RankReport | RuntimeError]:
+    """As ``run_jobs``, but a job that failed is answered by its error, and the others by their reports.
+
+    ``environments`` adds variables to those of the jobs that it names.
+    """
+    extra = environments or {}
+    running = {name: _start(job, folder / name, extra.get(name, {})) for name, job in jobs.items()}
     deadline = time.monotonic() + timeout_s
     try:
         for process in running.values():
@@ -62,12 +83,18 @@ def job_outcomes(jobs: dict[str, Job], folder: Path, timeout_s: float) -> dict[s
             report = json.loads((folder / name / "report.json").read_text(encoding="utf-8"))
             outcomes[name] = RankReport(**report)
         else:
-            tail = (folder / name / "log.txt").read_text(errors="replace")[-4000:]
-            outcomes[name] = RuntimeError(f"{name} ended with code {process.returncode}; the end of its log:\n{tail}")
+            outcomes[name] = _failure(name, process.returncode, (folder / name / "log.txt").read_text(errors="replace"))
     return outcomes
 
 
-def _start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
+def _failure(name: str, code: int, log: str) -> RuntimeError:
+    """What was wrong in the first line; a job out of time has been killed and has code -9."""
+    exceptions = _EXCEPTION.findall(log)
+    what = exceptions[-1] if exceptions else "no exception in its log"
+    return RuntimeError(f"{name} ended with code {code}: {what}\nThe end of its log:\n{log[-4000:]}")
+
+
+def _start(job: Job, folder: Path, extra: Mapping[str, str]) -> subprocess.Popen[bytes]:
     folder.mkdir()
     (folder / "job.json").write_text(json.dumps(asdict(job)), encoding="utf-8")
     environment = {
@@ -76,6 +103,7 @@ def _start(job: Job, folder: Path) -> subprocess.Popen[bytes]:
         "MASTER_PORT": str(_free_port()),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # deterministic matrix products
         "TORCHDYNAMO_DISABLE": "1",  # compiling takes longer than these runs
+        **extra,
     }
     command = [sys.executable, "-m", "tests.gpu_pretrain", str(folder / "job.json"), str(folder / "report.json")]
     with (folder / "log.txt").open("wb") as log:

@@ -66,7 +66,8 @@ LAYER_CASES: dict[str, dict[str, Any]] = {
     "shared expert": {"moe_shared_expert_intermediate_size": 40},
     "shared expert with gate": {"moe_shared_expert_intermediate_size": 40, "moe_shared_expert_gate": True},
     "clamped swiglu": {"activation_func_clamp_value": 0.5},
-    "swiglu with offset": {"glu_linear_offset": 0.5, "activation_func_clamp_value": 0.8},
+    # bf16 holds this limit exactly; at one that it rounds, the precision of the comparison decides about gradients.
+    "swiglu with offset": {"glu_linear_offset": 0.5, "activation_func_clamp_value": 0.75},
     "fused swiglu": {"bias_activation_fusion": True},
 }
 """Name -> fields of TransformerConfig: what the router, the shared expert and the activation can be."""
@@ -299,7 +300,7 @@ def _exact(layer: Any, world: int, x: Tensor, probs: Tensor, routing_map: Tensor
 
 def relative_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """Per quantity: norm of the difference over the norm of what is expected."""
-    assert list(found) == list(expected)
+    assert list(found) == list(expected), f"other quantities: {sorted(set(found) ^ set(expected))}"
     return {name: relative_error(found[name], expected[name]) for name in found}
 
 
