@@ -31,6 +31,8 @@ TOKENS = (1, 17, 128, 333, 512, 0)
 GRAPH_TOKENS = 333
 MODES = ("train", "train", "eval", "graph", "in flight")
 LOOK_AT_WEIGHTS_EVERY = 8
+DEVICE_GROWTH = 64 << 10
+"""Bytes that torch may hold more: a leak of its smallest block, 512 bytes, in one call of 30 is above it."""
 RESIDENT_GROWTH = 48 << 20
 TOLERANCE = 0.015
 """Of a bf16 result against fp64, relative."""
@@ -252,7 +254,7 @@ def test_thousands_of_calls() -> None:
     assert calls > 5000
     settled = usages[SETTLED]
     for number, usage in enumerate(usages[SETTLED:], SETTLED):
-        for name in ("allocated", "reserved", "descriptors", "threads"):
-            found, allowed = getattr(usage, name), getattr(settled, name)
-            assert found <= allowed, f"{name} grew from {allowed} to {found} by round {number}"
+        for name, growth in (("allocated", DEVICE_GROWTH), ("reserved", 0), ("descriptors", 0), ("threads", 0)):
+            found, before = getattr(usage, name), getattr(settled, name)
+            assert found <= before + growth, f"{name} grew from {before} to {found} by round {number}"
         assert usage.resident - settled.resident < RESIDENT_GROWTH, f"resident memory grew by round {number}: {usages}"

@@ -44,6 +44,7 @@ LAYERS: dict[str, dict[str, Any]] = {
     "deepseek": DEEPSEEK,
     "deepseek, all fusions": {
         **DEEPSEEK,
+        "moe_router_topk": 2,  # Transformer Engine's router wants a multiple of moe_router_group_topk
         "bias_activation_fusion": True,
         "moe_permute_fusion": True,
         "moe_router_fusion": True,
