@@ -123,7 +123,7 @@ enum BlockCounter : int {
   kForwardCounters = 2,
   kRebuilt = 2,     // column tiles
   kSegmentFc1 = 3,  // FC1 tiles of the segment that begins here
-  kSegmentDone = 4, // tiles of all phases that read the segment's rows
+  kSegmentDone = 4, // arrivals of the segment that begins here (Backward::arrivals_of)
   kBackwardCounters = 5,
 };
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mok_megatron.config import MoeShape
-from mok_megatron.tile_order import BLOCK_ROWS, backward_ring
+from mok_megatron.tile_order import BLOCK_ROWS, MOST_BACKWARD_LAG, backward_ring
 
 TOKENS_PER_BLOCK = 64
 """Tokens per thread block of the schedule kernels (kernels/params.h)."""
@@ -156,7 +156,8 @@ def partial_tiles(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: 
     if shape.ep_size == 1:
         fewest = [(block, (block - 1) * BLOCK_ROWS + 1) for block in range(1, largest + 1)]
         calls = [(block, min(ring_rows, most_rows(shape, tokens))) for block, tokens in fewest]
-    cut = any(blocks > backward_ring(rows // BLOCK_ROWS).segment for blocks, rows in calls)
+    smallest = [backward_ring(rows // BLOCK_ROWS, MOST_BACKWARD_LAG, 1, shape.ep_size).segment for _, rows in calls]
+    cut = any(blocks > segment for (blocks, _), segment in zip(calls, smallest, strict=True))
     if not cut or not (replays or ring_rows < most_rows(shape, max_tokens)):
         return 0
     hidden, inner, both = (

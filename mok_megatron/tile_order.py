@@ -249,21 +249,30 @@ class Ring:
     window: int
 
 
-def _ring(blocks: int, lag: int, window: int) -> Ring:
+def _ring(blocks: int, lag: int, world: int) -> Ring:
+    window = 1 if world == 1 else max(1, blocks // 8)
     room = blocks + 1 - window
     lag = min(lag, room - 1)
     return Ring(blocks=blocks, segment=room // (lag + 1), lag=lag, window=window)
 
 
-def forward_ring(capacity_blocks: int, lag: int) -> Ring:
+def forward_ring(capacity_blocks: int, lag: int, world: int) -> Ring:
     """The ring of forward, which has all of the capacity; ``lag`` segments are wished for between FC1 and FC2."""
-    return _ring(capacity_blocks, lag, max(1, capacity_blocks // 4))
+    return _ring(capacity_blocks, lag, world)
 
 
-def backward_ring(capacity_blocks: int) -> Ring:
-    """The ring of backward, where dY and x share the capacity; a lag from rebuild to FC1, one to all other phases."""
+MOST_BACKWARD_LAG = 6
+
+
+def backward_ring(capacity_blocks: int, lag: int, usual_blocks: int, world: int) -> Ring:
+    """The ring of backward, where dY and x share the capacity.
+
+    ``lag`` segments are wished for: half from rebuild to FC1, half from there to all other phases. There are fewer
+    where an expert of ``usual_blocks`` row blocks would be cut.
+    """
     blocks = max(1, capacity_blocks // 2)
-    return _ring(blocks, 2, max(1, blocks // 8))
+    rings = [_ring(blocks, fewer, world) for fewer in range(min(lag, MOST_BACKWARD_LAG), 0, -1)]
+    return next((ring for ring in rings if ring.segment >= usual_blocks), _ring(blocks, 0, world))
 
 
 def fc2_lag(expected_rows: float, *, fc1_columns: int, clusters: int, experts: int) -> int:

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from mok_megatron import memory
 from mok_megatron.autograd import ExpertParams, apply_experts
+from mok_megatron.backends.base import WeightGrads
 from mok_megatron.config import Activation
 from tests.layer_run import QUANTITIES, Inputs, eager, exact, poisoned_memory, relative_error
 from tests.reference_math import Result
@@ -287,9 +289,8 @@ def test_no_host_synchronisation() -> None:
     for weight in (*w1, *w2):
         weight.main_grad = torch.zeros(weight.shape, device=DEVICE)  # type: ignore[attr-defined]
     first, second = (ExpertParams(tuple(w), 8) for w in (w1, w2))
-    backend.prepare(first.matrices(), second.matrices())
-    backend._grad_tables.of([w.main_grad for w in w1])  # type: ignore[attr-defined]
-    backend._grad_tables.of([w.main_grad for w in w2])  # type: ignore[attr-defined]
+    sinks = [[weight.main_grad for weight in weights] for weights in (w1, w2)]  # type: ignore[attr-defined]
+    backend.prepare(first.matrices(), second.matrices(), WeightGrads(w1=sinks[0], w2=sinks[1], accumulate=True))
     x, probs = (t.to(DEVICE).requires_grad_() for t in (inputs.x, inputs.probs))
     routing_map, dy = inputs.routing_map.to(DEVICE), inputs.dy.to(DEVICE)
     torch.cuda.synchronize()
@@ -320,4 +321,47 @@ def test_no_growth_over_many_calls() -> None:
     del x, probs, routing_map, w1, w2, first, second, schedule
     torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() - before < 1 << 20
+    ranks.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"save_x": False}, {"recompute": True}, {"ring_rows": 1024}], ids=str)
+def test_memory_is_what_the_formulas_say(options: dict[str, object]) -> None:
+    """``memory.saved_bytes`` is kept from forward to backward; beyond that both make nothing but their results."""
+    torch.use_deterministic_algorithms(False)
+    tokens = 2048
+    case = RoutingCase(name="memory", tokens=(tokens,), num_experts=8, top_k=2)
+    inputs = inputs_of(case, hidden=1024, intermediate=512)
+    ranks = ranks_of(case, inputs, **options)
+    backend = ranks.backends[0]
+    x, probs, routing_map, dy = (t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.dy))
+    w1, w2 = list(inputs.w1.to(DEVICE)), list(inputs.w2.to(DEVICE))
+    grads = WeightGrads(w1=[torch.empty_like(w) for w in w1], w2=[torch.empty_like(w) for w in w2], accumulate=False)
+    config = backend.config
+    kept = memory.saved_bytes(
+        backend.shape, tokens, backend.sizes(tokens).ring_rows, recompute=config.recompute, save_x=config.save_x
+    )
+    kept -= x.numel() * x.element_size()  # the caller's own
+    result = x.numel() * x.element_size()
+
+    def run() -> tuple[int, int, int]:
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        schedule = backend.build_schedule(x, probs, routing_map, layer=1)
+        y, saved = backend.forward(x, schedule, w1, w2, save=True, layer=1)
+        forward_peak = torch.cuda.max_memory_allocated() - before
+        del y, schedule
+        between = torch.cuda.memory_allocated() - before
+        assert saved is not None
+        torch.cuda.reset_peak_memory_stats()
+        backend.backward(dy, saved, w1, w2, grads, needs_dx=True, layer=1)
+        return forward_peak, between, torch.cuda.max_memory_allocated() - before
+
+    run()  # tables of addresses
+    forward_peak, between, backward_peak = run()
+    rounding = 16 * 512
+    assert kept <= between <= kept + rounding
+    assert kept + result <= forward_peak <= kept + result + rounding
+    d_weights = tokens * 2 * 4
+    assert kept + result <= backward_peak <= kept + result + d_weights + rounding
     ranks.close()

@@ -179,3 +179,38 @@ def test_graph_replay_within_and_beyond_the_capacity() -> None:
         assert all(torch.equal(a, b) for a, b in zip(replayed, call(), strict=True)), f"replay {seed}"
     assert min(sizes) < 640 < max(sizes)
     ranks.close()
+
+
+@pytest.mark.parametrize("frozen", ["none", "one", "first", "all"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_whatever_is_wanted_of_backward(frozen: str, dtype: torch.dtype) -> None:
+    """Every expert is cut or empty; some have no gradient, gradients are added or new, dX is wanted or not."""
+    case = SKEWED["all_to_one_rank"]
+    inputs = inputs_of(case)
+    without = {"none": set(), "one": {5}, "first": {4}, "all": set(range(8))}[frozen]
+    x, probs, routing_map, w1, w2, dy = (
+        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2, inputs.dy)
+    )
+
+    def run(ranks: VirtualRanks, accumulate: bool, needs_dx: bool) -> list[Tensor]:
+        outputs = ranks.forward(x, probs, routing_map, w1, w2)
+        ranks.poison()
+        fill = 1.0 if accumulate else float("nan")
+        sinks = [
+            [
+                None if e in without and (frozen == "all" or w is w2) else torch.full_like(w[e], fill, dtype=dtype)
+                for e in range(8)
+            ]
+            for w in (w1, w2)
+        ]
+        dx, dprobs = ranks.backward(dy, outputs, w1, w2, *sinks, accumulate=accumulate, needs_dx=needs_dx)
+        ranks.check_canaries()
+        return [dx, dprobs, *(sink for of_weight in sinks for sink in of_weight if sink is not None)]
+
+    whole, ring = ranks_of(case, inputs), ranks_of(case, inputs, ring_rows=256)
+    for accumulate in (False, True):
+        for needs_dx in (True, False):
+            expected, found = run(whole, accumulate, needs_dx), run(ring, accumulate, needs_dx)
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True)), (accumulate, needs_dx)
+    whole.close()
+    ring.close()

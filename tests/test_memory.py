@@ -49,7 +49,8 @@ PARTIALS = (1 * 1 + 1 * 1) * 256 * 256 * 4
         (64, 384, False, 0),  # likewise, but an expert is 1 block
         (128, 896, True, PARTIALS),  # replayed whatever the routing: ring 3, segment 1, expert 2
         (128, 1408, True, PARTIALS),  # ring 5, segment 1
-        (128, 1536, True, 0),  # ring 6, segment 2
+        (128, 3328, True, PARTIALS),  # ring 13, segment 1 if the lag is largest
+        (128, 3584, True, 0),  # ring 14, segment 2
     ],
 )
 def test_partial_sums_where_an_expert_may_be_cut(tokens: int, rows: int, replays: bool, expected: int) -> None:
@@ -77,7 +78,7 @@ def test_no_smaller_call_cuts_an_expert_without_partial_sums(data: st.DataObject
         fewer = data.draw(st.integers(1, tokens))
         most = memory.most_rows(shape, fewer)
         capacity = min(ring, most)
-        uncut = -(-fewer // 128) <= backward_ring(capacity // 128).segment
+        uncut = -(-fewer // 128) <= backward_ring(capacity // 128, data.draw(st.integers(0, 6)), 1, 1).segment
         assert uncut or not (replays or most > capacity)
 
 

@@ -144,10 +144,11 @@ def test_native_segments_are_the_models(native: Native) -> None:
 
 def test_native_rings_are_the_models(native: Native) -> None:
     capacities = [*range(1, 70), 500, 4096]
-    rings = [forward_ring(capacity, lag) for capacity in capacities for lag in range(12)]
-    answers = native([2, capacity, lag] for capacity in capacities for lag in range(12))
-    rings += [backward_ring(capacity) for capacity in capacities]
-    answers += native([3, capacity] for capacity in capacities)
+    forward = list(itertools.product(capacities, range(12), (1, 2)))
+    rings, answers = [forward_ring(*case) for case in forward], native([2, *case] for case in forward)
+    backward = list(itertools.product(capacities, range(8), (1, 2, 5, 17, 500), (1, 2)))
+    rings += [backward_ring(*case) for case in backward]
+    answers += native([3, *case] for case in backward)
     assert answers == [[[ring.blocks, ring.segment, ring.lag, ring.window]] for ring in rings]
 
 

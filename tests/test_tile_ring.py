@@ -83,8 +83,17 @@ def late_blocks(order: TileOrder, ring: Ring) -> list[int]:
 
 
 SKEWED = [[40], [0, 37, 0], [1] * 30, [1, 0, 25, 1, 1], [13, 2, 13], [2, 1, 3, 1, 2, 5, 1, 1, 4]]
-RINGS = [forward_ring(capacity, lag) for capacity in [*range(1, 14), 24, 50] for lag in (1, 2, 3, 9)]
-BACKWARD_RINGS = [backward_ring(capacity) for capacity in [*range(1, 40), 100]]
+RINGS = [
+    forward_ring(capacity, lag, world)
+    for capacity in [*range(1, 14), 24, 50]
+    for lag in (1, 2, 3, 9)
+    for world in (1, 2)
+]
+BACKWARD_RINGS = [
+    backward_ring(capacity, lag, usual, world)
+    for capacity in [*range(1, 40), 100]
+    for lag, usual, world in ((2, 1, 2), (2, 4, 1), (6, 1, 1), (6, 3, 2))
+]
 
 
 def orders(ring: Ring, backward: bool, row_blocks: Sequence[int]) -> Iterator[TileOrder]:
@@ -286,7 +295,10 @@ class Run:
 
 def start(backward: bool, capacity: int, row_blocks: Sequence[int], seed: int, **rules: bool) -> None:
     rng = random.Random(seed)
-    ring = backward_ring(capacity) if backward else forward_ring(capacity, rng.choice((1, 2, 5)))
+    world = rng.choice((1, 2))
+    ring = forward_ring(capacity, rng.choice((1, 2, 5)), world)
+    if backward:
+        ring = backward_ring(capacity, rng.choice((2, 4, 6)), rng.choice((1, 3, 6)), world)
     order = backward_order(row_blocks, ring, rng.choice((0, capacity))) if backward else forward_order(row_blocks, ring)
     frozen = frozenset(expert for expert in range(len(row_blocks)) if rng.random() < 0.2)
     Run(order, ring, rng, Rules(**rules), frozen).go(rng.choice((1, 2, 3, 6)), rng.choice((1, 2, 5)))
@@ -310,7 +322,7 @@ def test_any_interleaving_is_right(backward: bool, capacity: int, row_blocks: li
     [("wait_for_room", "overwritten"), ("wait_for_piece", "partial sum"), ("wait_for_other_expert", "partial sum")],
 )
 def test_every_wait_is_needed(rule: str, error: str) -> None:
-    cases = itertools.product(range(200), [[1, 2, 1, 2, 1, 2], [4, 1, 5]])
+    cases = itertools.product(range(300), [(6, [1, 2, 1, 2, 1, 2]), (6, [4, 1, 5]), (24, [6, 1, 6])])
     with pytest.raises(AssertionError, match=error):
-        for seed, row_blocks in cases:
-            start(True, 6, row_blocks, seed, **{rule: False})
+        for seed, (capacity, row_blocks) in cases:
+            start(True, capacity, row_blocks, seed, **{rule: False})

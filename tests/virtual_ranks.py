@@ -159,9 +159,7 @@ class VirtualRanks:
         for rank, backend in enumerate(self.backends):
             held = slice(rank * local, (rank + 1) * local)
             grads = WeightGrads(w1=list(dw1[held]), w2=list(dw2[held]), accumulate=accumulate)
-            backend.prepare(list(w1[held]), list(w2[held]))
-            backend._grad_tables.of(grads.w1)
-            backend._grad_tables.of(grads.w2)
+            backend.prepare(list(w1[held]), list(w2[held]), grads)
             jobs.append((backend, list(w1[held]), list(w2[held]), grads))
         results = []
         torch.cuda.synchronize()

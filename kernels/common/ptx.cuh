@@ -104,11 +104,15 @@ __device__ __forceinline__ void store_release_system(uint32_t* address, uint32_t
 __device__ __forceinline__ void add_release_gpu(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
+// Scope: all GPUs, so that peers may poll.
+__device__ __forceinline__ void add_relaxed(uint32_t* address, uint32_t value) {
+  asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
 __device__ __forceinline__ void add_release_system(uint32_t* address, uint32_t value) {
   asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Four sums at once, without waiting for what was there.
+// Four sums at once, without waiting for what was there. Subnormal numbers become 0.
 __device__ __forceinline__ void add_relaxed(float4* address, float4 v) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v.x), "f"(v.y), "f"(v.z),
                "f"(v.w)

@@ -56,6 +56,14 @@ __device__ __forceinline__ uint32_t wait_flag(const CallParams& call, const uint
   }
 }
 
+// What this thread has done or seen comes before what it adds to counters from here on.
+template <bool kSystem> __device__ __forceinline__ void fence_release() {
+  if constexpr (kSystem)
+    ptx::fence(ptx::sem_acq_rel, ptx::scope_sys);
+  else
+    ptx::fence(ptx::sem_acq_rel, ptx::scope_gpu);
+}
+
 template <bool kSystem> __device__ __forceinline__ void add_release(uint32_t* counter, uint32_t value) {
   if constexpr (kSystem)
     add_release_system(counter, value);

@@ -96,13 +96,19 @@ template <int kRows> struct Arrivals {
   }
 };
 
+// The row block that a lane has last asked the program about.
+struct Room {
+  int32_t block = -1;
+  bool replayed = false;
+};
+
 // One row of this rank; returns the row that this lane's share of the copies went to, or -1. A peer's token is brought
 // to all its rows in the window by the first of them, so that it crosses NVLink once. A token of this rank costs
 // nothing to read again: each row is copied by itself, and the first expert's rows are complete before any of the last
 // one's.
 template <class Program>
 __device__ __forceinline__ int32_t dispatch_row(const Program& program, const RowDispatch& d, int32_t row,
-                                                RowSource source) {
+                                                RowSource source, Room& room) {
   const CallParams& call = program.p.call;
   const int32_t lane = threadIdx.x % 32, vectors = call.hidden / 8;
   const bool padding = source.rank < 0; // zeros
@@ -123,13 +129,16 @@ __device__ __forceinline__ int32_t dispatch_row(const Program& program, const Ro
   }
   const uint32_t targets = __ballot_sync(~0u, mine);
   if (__shfl_sync(~0u, target, __ffs(targets) - 1) != row) return -1; // an earlier row brings it
-  if (mine) program.wait_for_room(target / kBlockRows);
+  if (mine && target / kBlockRows != room.block) {
+    program.wait_for_room(target / kBlockRows);
+    room = {target / kBlockRows, program.replays(target / kBlockRows)};
+  }
   __syncwarp();
   const int64_t place = d.place(target);
   if (mine && d.row_weights != nullptr) d.row_weights[place] = padding ? 0.0f : __ldcg(weights + slot);
   copy_row(vectors, padding ? nullptr : d.tokens.row(call, source, vectors), targets,
            (target < d.ring ? d.rows : d.later_rows) + place * vectors);
-  const uint32_t replayed = __ballot_sync(~0u, mine && program.replays(target / kBlockRows));
+  const uint32_t replayed = __ballot_sync(~0u, mine && room.replayed);
   if (replayed != 0)
     copy_row(vectors, padding ? nullptr : d.replayed.row(call, source, vectors), replayed,
              d.replayed_rows + place * vectors);
@@ -141,6 +150,7 @@ __device__ __forceinline__ int32_t dispatch_row(const Program& program, const Ro
 template <int kRows, class Program>
 __device__ __forceinline__ void dispatch_rows(const Program& program, const RowDispatch& d, int32_t claims) {
   const int32_t lane = threadIdx.x % 32;
+  Room room;
   for (; claims > 0; --claims) {
     int32_t first = 0;
     if (lane == 0) first = static_cast<int32_t>(atomicAdd(d.tickets + kRowTicket, kRows));
@@ -159,7 +169,7 @@ __device__ __forceinline__ void dispatch_rows(const Program& program, const RowD
 #pragma unroll 1
     for (int32_t i = 0; i < kRows; ++i) {
       const RowSource from = {__shfl_sync(~0u, source.rank, i), __shfl_sync(~0u, source.slot, i)};
-      arrivals.target[i] = first + i < d.rows_in_use ? dispatch_row(program, d, first + i, from) : -1;
+      arrivals.target[i] = first + i < d.rows_in_use ? dispatch_row(program, d, first + i, from, room) : -1;
     }
     arrivals.publish(d.rows_arrived);
   }

@@ -54,7 +54,7 @@ struct ChunkTarget {
 inline constexpr int kScatterRows = 4; // rows per thread and chunk of 64
 
 // Writes one warpgroup's chunks through a ring of buffers. `put`: one thread issues a copy. `scatter`: the threads
-// store whole lines, between begin_scatter and end_scatter. That all has arrived is reported a little later, out of the
+// store whole lines, after begin_scatter. That all has arrived is reported a little later, out of the
 // next tile's main loop, so that nobody waits for it.
 struct Stager {
   SharedStorage& s;
@@ -92,21 +92,18 @@ struct Stager {
   }
 
   // stage(buffer) fills it by all threads; then store(i, value) is called for rows 16 i + thread / 8 of the buffer, 128
-  // bytes each, and their 16 bytes number thread % 8, of which `place(row, unit)` is the index.
-  template <class Stage, class Place, class Store>
-  __device__ __forceinline__ void scatter(Stage stage, Place place, Store store) {
-    const int32_t thread = threadIdx.x % 128;
+  // bytes each, with the 16 bytes that are number thread % 8 before and number `unit` after swizzling.
+  template <class Stage, class Store> __device__ __forceinline__ void scatter(int32_t unit, Stage stage, Store store) {
     __nv_bfloat16* chunk = s.staging[group][buffer];
     stage(chunk); // the barrier of the other buffer came after everybody's loads from this one
     sync_threads<128>(kGroupBarrier + group);
+    const uint4* from = reinterpret_cast<const uint4*>(chunk) + threadIdx.x % 128 / 8 * 8 + unit;
 #pragma unroll
-    for (int32_t i = 0; i < kScatterRows; ++i) {
-      const int32_t row = 16 * i + thread / 8;
-      store(i, *(reinterpret_cast<const uint4*>(chunk) + 8 * row + place(row, thread % 8)));
-    }
+    for (int32_t i = 0; i < kScatterRows; ++i) store(i, from[16 * 8 * i]);
     buffer = (buffer + 1) % kChunkBuffers;
   }
 
+  // Only of tiles that the counting warp waits for; `put` is always of such.
   __device__ __forceinline__ void end_scatter() {
     sync_threads<128>(kGroupBarrier + group); // the one who reports answers for all
     unreported = true;
@@ -159,11 +156,6 @@ __device__ __forceinline__ void emit_fc1(Stager& stager, Accumulators& acc, cons
   }
 }
 
-// Index of 16 bytes of a row that stage_chunk wrote.
-struct SwizzledPlace {
-  __device__ __forceinline__ int32_t operator()(int32_t row, int32_t unit) const { return unit ^ row % 8; }
-};
-
 // A warpgroup's [64, 256] as bf16, each row to its own place: `row_start(i)`, for rows 16 i + thread / 8, is the
 // address of the row's first column here, or null. `columns` counts those that exist, a multiple of 64.
 template <class RowStart>
@@ -179,18 +171,17 @@ __device__ __forceinline__ void emit_rows(Stager& stager, Accumulators& acc, int
   for (int32_t chunk = 0; chunk < kTileColumns / kChunkColumns; ++chunk) {
     if (kChunkColumns * chunk >= columns) break;
     stager.scatter(
+        threadIdx.x % 8 ^ threadIdx.x / 8 % 8, // as stage_chunk swizzles
         [&](__nv_bfloat16* staging) {
           stage_chunk(staging, [&](int32_t c, int32_t half) {
             const int32_t i = 32 * chunk + 4 * c + 2 * half;
             return pack_bf16(acc[i], acc[i + 1]);
           });
         },
-        SwizzledPlace{},
         [&](int32_t i, uint4 value) {
           if (to[i] != nullptr) to[i][kChunkColumns / 8 * chunk] = value;
         });
   }
-  stager.end_scatter();
 }
 
 // Where a warpgroup's rows go: each to its token's slot at the token's rank. Looked up before the tile is multiplied,
@@ -215,6 +206,7 @@ __device__ __forceinline__ void emit_slots(Stager& stager, Accumulators& acc, co
     uint8_t* peer = kSystem ? call.peers[to.rank] : call.local;
     return at<uint4>(peer, call.layout.y_slots) + (static_cast<int64_t>(to.slot) * call.hidden + first_column) / 8;
   });
+  stager.end_scatter();
 }
 
 } // namespace mok::sm90

@@ -60,16 +60,19 @@ __device__ __forceinline__ void emit_activation_grad(Stager& stager, Accumulator
     const bool last = chunk == kTileColumns / kChunkColumns - 1;
     RowSource source[2];
     for (int32_t half = 0; half < 2 && last; ++half) source[half] = to.sources[to.first_row + row + 8 * half];
-    if (inside) {
+    constexpr int32_t kTogether = 8; // loads in flight of each; registers bound it
 #pragma unroll
-      for (int32_t i = 0; i < 16; ++i) { // column pair i / 2, row half i % 2
+    for (int32_t first = 0; first < 16; first += kTogether) {
+      if (!inside) break;
+#pragma unroll
+      for (int32_t i = first; i < first + kTogether; ++i) { // column pair i / 2, row half i % 2
         const int64_t pair =
             (static_cast<int64_t>(row + 8 * (i % 2)) * 2 * to.columns + column) / 2 + 4 * (i / 2) + lane % 4;
         gate[i] = to.gate_up[pair]; // plain loads: as invariant ones they would be hoisted, and spill
         up[i] = to.gate_up[pair + to.columns / 2];
       }
 #pragma unroll
-      for (int32_t i = 0; i < 16; ++i) {
+      for (int32_t i = first; i < first + kTogether; ++i) {
         const int32_t a = 32 * chunk + 2 * i;
         const PairGrad grad = pair_grad(to.activation, gate[i], up[i], acc[a], acc[a + 1], weight[i % 2]);
         gate[i] = grad.gate;
@@ -77,6 +80,7 @@ __device__ __forceinline__ void emit_activation_grad(Stager& stager, Accumulator
         h[i] = grad.h;
         dot[i % 2] += grad.dot;
       }
+      __syncwarp(); // keeps the next loads behind
     }
     if (last) {
       // Before the last barrier of the tile, so that whoever is told of the tile sees it.
@@ -125,7 +129,8 @@ __device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& a
                                                  const WeightGradTile& tile, bool accumulate) {
   constexpr int32_t kColumns = 32;
   const int32_t thread = threadIdx.x % 128, lane = thread % 32, row = 16 * (thread / 32) + lane / 4;
-  const auto place = [](int32_t line, int32_t unit) { return unit ^ 2 * (line % 4); };
+  // Swizzled: 16 bytes number u of row r lie at number u ^ r % 4 * 2. This lane's pair of column group 0 in upper rows:
+  const int32_t pair = 128 * row + 32 * (row % 4) + 8 * (lane % 4);
   float4* to = reinterpret_cast<float4*>(tile.line(grad, thread / 8)) + thread % 8;
   const int64_t stride = static_cast<int64_t>(4) * tile.columns; // 16 lines in units of 16 bytes
   stager.begin_scatter();
@@ -133,15 +138,15 @@ __device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& a
   for (int32_t chunk = 0; chunk < kTileColumns / kColumns; ++chunk) {
     if (tile.first_column + kColumns * chunk >= tile.columns) break;
     stager.scatter(
+        thread % 8 ^ thread / 8 % 4 * 2,
         [&](__nv_bfloat16* staging) {
-          auto* pairs = reinterpret_cast<float2*>(staging);
+          auto* bytes = reinterpret_cast<uint8_t*>(staging);
 #pragma unroll
           for (int32_t i = 0; i < 8; ++i) { // column group i / 2, row half i % 2
-            const int32_t line = row + 8 * (i % 2), a = 16 * chunk + 2 * i;
-            pairs[16 * line + 2 * place(line, 2 * (i / 2) + lane % 4 / 2) + lane % 2] = {acc[a], acc[a + 1]};
+            const int32_t a = 16 * chunk + 2 * i;
+            *reinterpret_cast<float2*>(bytes + (pair ^ 32 * (i / 2)) + 8 * 128 * (i % 2)) = {acc[a], acc[a + 1]};
           }
         },
-        place,
         [&](int32_t i, uint4 bits) {
           const float4 value = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
                                 __uint_as_float(bits.w)};
@@ -152,11 +157,10 @@ __device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& a
             *address = value;
         });
   }
-  stager.end_scatter();
 }
 
 // Added to bf16: fp32 sum of what is there and the accumulator, one rounding.
-__device__ __forceinline__ void add_weight_grad(Stager& stager, const Accumulators& acc, __nv_bfloat16* grad,
+__device__ __forceinline__ void add_weight_grad(const Accumulators& acc, __nv_bfloat16* grad,
                                                 const WeightGradTile& tile) {
   constexpr int32_t kTogether = 8; // loads in flight; registers bound it
   const int32_t lane = threadIdx.x % 32;
@@ -180,15 +184,13 @@ __device__ __forceinline__ void add_weight_grad(Stager& stager, const Accumulato
       }
     }
   }
-  stager.end_scatter();
 }
 
 // Accumulators of one warpgroup as they are, to go on with another piece of the expert: float4 [32][128 threads].
-__device__ __forceinline__ void store_partial(Stager& stager, const Accumulators& acc, float4* partial) {
+__device__ __forceinline__ void store_partial(const Accumulators& acc, float4* partial) {
 #pragma unroll
   for (int32_t i = 0; i < 32; ++i)
     partial[128 * i + threadIdx.x % 128] = {acc[4 * i], acc[4 * i + 1], acc[4 * i + 2], acc[4 * i + 3]};
-  stager.end_scatter();
 }
 __device__ __forceinline__ void load_partial(Accumulators& acc, const float4* partial) {
 #pragma unroll

@@ -3,8 +3,9 @@
 //
 // Warps of a CTA: 0 loads tiles (and, in CTA 0 of the cluster, takes tickets), 1 counts finished tiles, 2 and 3 move
 // rows, 4 to 11 multiply. The latter also bring the first rows, when there is nothing to multiply yet, and combine when
-// there is nothing left. Every wait is for rows that communication warps bring in order or for tiles of earlier
-// tickets, so any number of resident CTAs finishes.
+// there is nothing left. A tile waits for rows that communication warps bring in order, or for tiles of earlier
+// tickets; a row, in a ring, for tiles of earlier tickets than any that needs the row. So any number of resident CTAs
+// finishes, of which at least one has communication warps.
 //
 // Program (device methods):
 //   Plan plan()                                 the tiles in the order of tickets

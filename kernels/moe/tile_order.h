@@ -225,19 +225,25 @@ struct Ring {
   int32_t window;
 };
 
-// `lag`: as many segments between first and last phase as would be good.
-MOK_HD Ring ring_of(int32_t blocks, int32_t lag, int32_t window) {
-  const int32_t room = blocks + 1 - window;
+// `lag`: as many segments between first and last phase as would be good. A rank alone needs no window.
+MOK_HD Ring ring_of(int32_t blocks, int32_t lag, int32_t world) {
+  const int32_t window = world == 1 || blocks < 8 ? 1 : blocks / 8, room = blocks + 1 - window;
   const int32_t fitting = lag < room ? lag : room - 1;
   return {blocks, room / (fitting + 1), fitting, window};
 }
-MOK_HD Ring forward_ring(int32_t capacity_blocks, int32_t lag) {
-  return ring_of(capacity_blocks, lag, capacity_blocks < 4 ? 1 : capacity_blocks / 4);
+MOK_HD Ring forward_ring(int32_t capacity_blocks, int32_t lag, int32_t world) {
+  return ring_of(capacity_blocks, lag, world);
 }
-// dY and x share the place that x rows have in forward. Two lags: rebuild to FC1, FC1 to FC2 and the weight gradients.
-MOK_HD Ring backward_ring(int32_t capacity_blocks) {
+inline constexpr int32_t kMostLag = 6; // of backward
+
+// dY and x share the place that x rows have in forward. Half of `lag` lies between rebuild and FC1, half between FC1
+// and the other phases. Less lag is better than cutting an expert of `usual_blocks`, whose partial sums would have to
+// be kept.
+MOK_HD Ring backward_ring(int32_t capacity_blocks, int32_t lag, int32_t usual_blocks, int32_t world) {
   const int32_t blocks = capacity_blocks < 2 ? 1 : capacity_blocks / 2;
-  return ring_of(blocks, 2, blocks < 8 ? 1 : blocks / 8);
+  int32_t fitting = lag < kMostLag ? lag : kMostLag;
+  while (fitting > 0 && ring_of(blocks, fitting, world).segment < usual_blocks) --fitting;
+  return ring_of(blocks, fitting, world);
 }
 
 } // namespace mok

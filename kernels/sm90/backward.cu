@@ -29,7 +29,7 @@ template <bool kSystem> struct Backward {
   uint32_t* fc1_done;     // [B] column tiles of d_gate_up and h_rows
   uint32_t* rebuilt;      // [B] column tiles of gate_up
   uint32_t* segment_fc1;  // [B] at the segment's first block: the same as fc1_done
-  uint32_t* segment_done; // [B] at the segment's first block: tiles of all phases but rebuild
+  uint32_t* segment_done; // [B] at the segment's first block: tiles of all phases but rebuild, see arrivals_of
   uint32_t* fc2_done;     // [B] what combine waits for: column tiles of dX, or of d_gate_up where dX is not wanted
   uint32_t epoch;
 
@@ -53,11 +53,12 @@ template <bool kSystem> struct Backward {
   __device__ bool kept(const void* rows, const Segment& segment) const {
     return rows != nullptr && segment.first + segment.blocks <= p.call.capacity / kBlockRows;
   }
-  __device__ uint32_t tiles_of(const Segment& segment) const {
-    return static_cast<uint32_t>(segment.blocks * (fc1_columns + fc2_columns) + 2 * wgrad.count());
+  // Of segment_done: a tile of a weight gradient is counted by each consumer of each CTA.
+  __device__ uint32_t arrivals_of(const Segment& segment) const {
+    return static_cast<uint32_t>(segment.blocks * (fc1_columns + fc2_columns) + 2 * kConsumers * wgrad.count());
   }
   __device__ void wait_for_segment(const Segment& segment, int32_t where) const {
-    wait_count<false>(p.call, segment_done + segment.first, tiles_of(segment), Phase::kRing, -1, where);
+    wait_count<false>(p.call, segment_done + segment.first, arrivals_of(segment), Phase::kRing, -1, where);
   }
 
   __device__ Plan plan() const {
@@ -87,7 +88,7 @@ template <bool kSystem> struct Backward {
     else
       wait_count<false>(p.call, fc1_done + block, fc1_columns, Phase::kFc2, -1, block);
     if (fc1 && replaying && !kept(p.gate_up, segment_of(tile)))
-      wait_count<false>(p.call, rebuilt + block, rebuild_columns(), Phase::kRing, -1, block);
+      wait_count<false>(p.call, rebuilt + block, rebuild_columns(), Phase::kFc1, -1, block);
     ptx::fence_proxy_async();
     const auto* weights = static_cast<const CUtensorMap*>(rebuild ? p.w1_forward_maps
                                                           : fc1   ? p.w2_maps
@@ -132,7 +133,7 @@ template <bool kSystem> struct Backward {
   }
 
   __device__ bool counted(const TileSlot& tile) const {
-    if (is_wgrad(tile.phase())) return replaying && segments.blocks_of(tile.expert) > 0;
+    if (is_wgrad(tile.phase())) return false; // its consumers count it themselves
     if (tile.phase() == TilePhase::kRebuild) return tile.column < rebuild_columns();
     return tile.column < (tile.phase() == TilePhase::kFc1 ? fc1_columns : fc2_columns);
   }
@@ -184,68 +185,82 @@ template <bool kSystem> struct Backward {
   __device__ void compute_wgrad(const TileSlot& tile, Consumer& consumer, Accumulators& acc) const {
     void* grad = grad_of(tile);
     const Segment segment = segment_of(tile);
-    Stager& stager = consumer.stager;
-    if (grad == nullptr || segment.blocks == 0) stager.report(); // else the main loop does
-    if (grad == nullptr || (segment.blocks == 0 && p.accumulate != 0)) {
-      if (counted(tile)) stager.end_scatter();
-      return;
-    }
-    const bool w2 = tile.phase() == TilePhase::kWgrad2, fp32 = static_cast<GradType>(p.grad_type) == GradType::kFloat32;
+    const bool w2 = tile.phase() == TilePhase::kWgrad2, idle = grad == nullptr || segment.blocks == 0;
     const int32_t part = 2 * (tile.row_block % 2) + consumer.group; // of the cluster tile's 256 lines
     float4* partial = reinterpret_cast<float4*>(p.partials) +
                       (static_cast<int64_t>(wgrad.number(w2, tile.row_block, tile.column)) * 4 + part) * 32 * 128;
-    if (segment.blocks == 0) {
+    if (idle) {
+      consumer.stager.report(); // else the main loop does
       for (float& value : acc) value = 0.0f;
     } else if (segment.piece > 0) {
-      stager.report(); // before waiting
+      consumer.stager.report(); // before waiting
       consumer.wait_for_first_stage();
       load_partial(acc, partial);
       consumer.multiply<Majors<true, true>, true>(segment.blocks * kBlockRows, acc);
     } else {
       consumer.multiply<Majors<true, true>>(segment.blocks * kBlockRows, acc);
     }
+    if (!segment.last && !idle) {
+      store_partial(acc, partial);
+      sync_threads<128>(kGroupBarrier + consumer.group);
+      if (consumer.stager.elected()) add_release_gpu(segment_done + segment.first, 1);
+      return;
+    }
+    // The rows have been read, for a warpgroup multiplies as one; nobody waits for the gradient itself. The other
+    // threads' partial sums have been read, too, but that is for the barrier to say.
+    if (segment.piece > 0) sync_threads<128>(kGroupBarrier + consumer.group);
+    if (replaying && segment.blocks > 0 && consumer.stager.elected()) {
+      if (segment.piece > 0)
+        add_release_gpu(segment_done + segment.first, 1);
+      else
+        add_relaxed(segment_done + segment.first, 1);
+    }
+    if (grad != nullptr && (segment.blocks > 0 || p.accumulate == 0)) emit_wgrad(tile, consumer, acc, grad);
+  }
+
+  __device__ void emit_wgrad(const TileSlot& tile, Consumer& consumer, Accumulators& acc, void* grad) const {
+    const bool w2 = tile.phase() == TilePhase::kWgrad2, accumulate = p.accumulate != 0;
     const WeightGradTile to = {w2 ? p.call.hidden : 2 * p.intermediate, w2 ? p.intermediate : p.call.hidden,
                                tile.row_block * kBlockRows + consumer.group * kBoxRows, tile.column * kTileColumns};
-    if (!segment.last) {
-      store_partial(stager, acc, partial);
-    } else if (to.outside()) {
-      stager.end_scatter();
-    } else if (fp32) {
-      emit_weight_grad(stager, acc, static_cast<float*>(grad), to, p.accumulate != 0);
-    } else if (p.accumulate != 0) {
-      add_weight_grad(stager, acc, static_cast<__nv_bfloat16*>(grad), to);
-    } else {
-      emit_weight_grad(stager, acc, static_cast<__nv_bfloat16*>(grad), to);
-    }
-    if (!counted(tile)) stager.unreported = false;
+    if (to.outside()) return;
+    if (static_cast<GradType>(p.grad_type) == GradType::kFloat32)
+      emit_weight_grad(consumer.stager, acc, static_cast<float*>(grad), to, accumulate);
+    else if (accumulate)
+      add_weight_grad(acc, static_cast<__nv_bfloat16*>(grad), to);
+    else
+      emit_weight_grad(consumer.stager, acc, static_cast<__nv_bfloat16*>(grad), to);
   }
 
   // What the tile adds to is brought into L2 while it is multiplied.
   __device__ void prefetch(const TileSlot& tile) const {
-    if (!is_wgrad(tile.phase()) || p.accumulate == 0 || static_cast<GradType>(p.grad_type) != GradType::kFloat32)
-      return;
-    if (grad_of(tile) == nullptr || !segment_of(tile).last || segments.blocks_of(tile.expert) == 0) return;
+    const bool fp32 = static_cast<GradType>(p.grad_type) == GradType::kFloat32;
+    if (!is_wgrad(tile.phase()) || p.accumulate == 0 || !fp32 || !loads(tile)) return;
     const bool w2 = tile.phase() == TilePhase::kWgrad2;
     const int32_t lines = w2 ? p.call.hidden : 2 * p.intermediate, columns = w2 ? p.intermediate : p.call.hidden;
     const int32_t first = tile.row_block * kBlockRows, column = tile.column * kTileColumns;
-    const int32_t bytes = 4 * (columns - column < kTileColumns ? columns - column : kTileColumns);
+    const int32_t width = columns - column < kTileColumns ? columns - column : kTileColumns;
     const float* line = static_cast<const float*>(grad_of(tile)) + static_cast<int64_t>(first) * columns + column;
-    for (int32_t i = 0; i < kBlockRows && first + i < lines; ++i, line += columns) prefetch_l2(line, bytes);
+    for (int32_t i = 0; i < kBlockRows && first + i < lines; ++i, line += columns) prefetch_l2(line, 4 * width);
   }
 
   __device__ void count(const TileSlot& tile) const {
-    const bool rebuild = tile.phase() == TilePhase::kRebuild, fc1 = tile.phase() == TilePhase::kFc1;
-    if (rebuild) {
+    if (tile.phase() == TilePhase::kRebuild) {
       add_release_gpu(rebuilt + tile.row_block, 1);
       return;
     }
+    const bool fc1 = tile.phase() == TilePhase::kFc1;
     const int32_t first = segment_of(tile).first;
+    // For all counters. Parts of router weights' gradients that went to peers are theirs when dX is.
+    if (fc1 && p.wants_dx != 0)
+      fence_release<false>();
+    else
+      fence_release<kSystem>();
     if (fc1) {
-      add_release_gpu(fc1_done + tile.row_block, 1);
-      add_release_gpu(segment_fc1 + first, 1);
+      add_relaxed(fc1_done + tile.row_block, 1);
+      add_relaxed(segment_fc1 + first, 1);
     }
-    if (!is_wgrad(tile.phase()) && fc1 == (p.wants_dx == 0)) add_release<kSystem>(fc2_done + tile.row_block, 1);
-    if (replaying) add_release_gpu(segment_done + first, 1);
+    if (fc1 == (p.wants_dx == 0)) add_relaxed(fc2_done + tile.row_block, 1);
+    if (replaying) add_relaxed(segment_done + first, 1);
   }
 
   __device__ void combine() const {
@@ -295,17 +310,23 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     const uint32_t epoch = *p.call.epoch;
     const int32_t hidden = p.call.hidden, inner = p.intermediate;
     const auto tiles = [](int32_t size) { return (size + kTileColumns - 1) / kTileColumns; };
-    const Ring ring = backward_ring(p.call.capacity / kBlockRows);
+    const int32_t fc1_columns = tiles(inner), fc2_columns = p.wants_dx == 0 ? 0 : tiles(hidden);
+    const WgradTiles wgrad = {p.w2_grads == nullptr ? 0 : tiles(hidden), tiles(inner),
+                              p.w1_grads == nullptr ? 0 : tiles(2 * inner), tiles(hidden)};
+    // In the ring, each lag shall be two waves of tickets or more.
+    const int32_t usual_blocks = (p.expert_first_row[experts] / kBlockRows + experts - 1) / experts;
+    const int32_t tickets = wgrad.count() + tickets_of(usual_blocks, 3 * fc1_columns + fc2_columns) + 1;
+    const Ring ring =
+        backward_ring(p.call.capacity / kBlockRows, 2 * (1 + p.sms / tickets), usual_blocks, p.call.world);
     const bool replaying = p.x_rows == nullptr || p.expert_first_row[experts] > p.call.capacity;
     uint32_t* counters = p.counters + kCounterWords;
     const auto counter = [&](BlockCounter array) { return counters + static_cast<int64_t>(array) * blocks; };
     return Backward<kSystem>{p,
                              maps,
                              {s.table, experts, replaying ? ring.segment : INT32_MAX},
-                             tiles(inner),
-                             p.wants_dx == 0 ? 0 : tiles(hidden),
-                             {p.w2_grads == nullptr ? 0 : tiles(hidden), tiles(inner),
-                              p.w1_grads == nullptr ? 0 : tiles(2 * inner), tiles(hidden)},
+                             fc1_columns,
+                             fc2_columns,
+                             wgrad,
                              ring,
                              replaying,
                              counter(kRowsArrived),
@@ -322,7 +343,8 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
 const char* encode_maps(BackwardMaps& maps, const BackwardParams& p) {
   const auto rows = static_cast<uint64_t>(p.call.capacity), hidden = static_cast<uint64_t>(p.call.hidden);
   const auto inner = static_cast<uint64_t>(p.intermediate);
-  const auto ring_rows = static_cast<uint64_t>(backward_ring(p.call.capacity / kBlockRows).blocks) * kBlockRows;
+  const auto ring_rows =
+      static_cast<uint64_t>(backward_ring(p.call.capacity / kBlockRows, 0, 0, 1).blocks) * kBlockRows;
   if (const char* error = encode_matrix(&maps.dy_rows, p.dy_rows, rows, hidden)) return error;
   const void* x_ring = static_cast<const uint8_t*>(p.dy_rows) + ring_rows * hidden * 2;
   if (const char* error = encode_matrix(&maps.x_ring, x_ring, ring_rows, hidden)) return error;

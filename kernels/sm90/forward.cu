@@ -127,7 +127,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   run_program(s, p.counters, communicates, [&] {
     for (int32_t i = threadIdx.x; i <= experts; i += kThreads) s.table[i] = p.tile_table[i];
     const uint32_t epoch = *p.call.epoch;
-    const Ring ring = forward_ring(p.call.capacity / kBlockRows, p.lag);
+    const Ring ring = forward_ring(p.call.capacity / kBlockRows, p.lag, p.call.world);
     const bool rings = p.expert_first_row[experts] > p.call.capacity;
     uint32_t* counters = p.counters + kCounterWords;
     return Forward<kSystem>{p,

@@ -22,7 +22,7 @@ from mok_megatron.backends.grad_tables import GradTables
 from mok_megatron.backends.launches import Launches
 from mok_megatron.backends.library import cuda_unavailable_reason, load_library
 from mok_megatron.backends.streams import Calling
-from mok_megatron.backends.weight_maps import Maps, WeightMaps, check_operand
+from mok_megatron.backends.weight_maps import WeightMaps, check_operand
 from mok_megatron.backends.workspace import Sizes, Workspace
 from mok_megatron.config import MoeShape, MokConfig
 from mok_megatron.schedule import Schedule
@@ -167,12 +167,15 @@ class CudaBackend:
         )
         return y, Saved(schedule=schedule, x=x, gate_up=gate_up, x_rows=x_rows) if save else None
 
-    def prepare(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int = 0) -> Maps:
-        """Tensor maps of the weights where they are now. ``forward`` does this by itself.
+    def prepare(self, w1: Sequence[Tensor], w2: Sequence[Tensor], grads: WeightGrads | None = None) -> None:
+        """Make the tables of the weights, and of gradients, where they are now. Calls do this by themselves.
 
         Done before, it spares the first call of a virtual rank an allocation, which would wait for its peers' kernels.
         """
-        return self._weight_maps.of(w1, w2, Calling.on(self.device, layer))
+        calling = Calling.on(self.device, layer=0)
+        self._weight_maps.of(w1, w2, calling)
+        if grads is not None:
+            self._grad_tables.of(grads, calling)
 
     def backward(
         self,
@@ -246,7 +249,7 @@ class CudaBackend:
                 f"this call has {tokens} tokens but the workspace was made for {sizes.max_tokens}: {_SAY_MOST}"
             )
         if self.shape.ep_size > 1:
-            return sizes.ring_rows, sizes.max_rows
+            return min(sizes.ring_rows, sizes.max_rows), sizes.max_rows
         most = memory.most_rows(self.shape, tokens)
         return min(sizes.ring_rows, most), most
 

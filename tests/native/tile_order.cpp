@@ -74,10 +74,10 @@ int main() {
       print_segments(line);
       break;
     case 2:
-      print(mok::forward_ring(line[1], line[2]));
+      print(mok::forward_ring(line[1], line[2], line[3]));
       break;
     default:
-      print(mok::backward_ring(line[1]));
+      print(mok::backward_ring(line[1], line[2], line[3], line[4]));
     }
     std::printf("\n");
   }
