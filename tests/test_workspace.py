@@ -70,6 +70,13 @@ def _in_a_pool(rank: int, world: int, reached: bool) -> Any:
     return [int(peer) - base for peer, base in zip(space.peers, bases, strict=True)]
 
 
+def test_more_rows_or_slots_than_the_tables_can_number_are_refused() -> None:
+    wide = replace(SHAPE, num_experts=64, top_k=8, ep_size=8)
+    with pytest.raises(ValueError, match=r"17000000 tokens per rank can make 108800\d{4} rows .* and 136000000 slots"):
+        Sizes(shape=wide, max_tokens=17_000_000, ring_rows=128)
+    assert Sizes(shape=wide, max_tokens=16_000_000, ring_rows=128).max_rows < 1 << 30
+
+
 def test_peers_are_found_inside_of_their_allocations() -> None:
     assert run_ranks(2, _in_a_pool, True) == [[0, 1024], [0, 1024]]
 

@@ -37,20 +37,21 @@ struct TokenMatrix {
 // What is brought where.
 struct RowDispatch {
   SourceTable sources;
-  int32_t* out_source_rank; // [R] copies of the table, or null
-  int32_t* out_source_slot; // [R]
+  int32_t* out_source_rank = nullptr; // [R] copies of the table, where wanted
+  int32_t* out_source_slot = nullptr; // [R]
   TokenMatrix tokens;
-  uint4* rows;              // bf16 [ring, H] of the first pass through the ring
-  uint4* later_rows;        // bf16 [ring, H] of the others
-  TokenMatrix replayed;     // brought beside the tokens, for row blocks that the program replays
-  uint4* replayed_rows;     // bf16 [ring, H]
-  const float* own_weights; // [T, K] router weights of this rank's tokens
-  float* row_weights;       // [ring] weight of each row's route, 0 for padding; null: not wanted
-  uint32_t* rows_arrived;   // [B]
+  uint4* rows;                        // bf16 [ring, H] of the first pass through the ring
+  uint4* later_rows;                  // bf16 [ring, H] of the others
+  TokenMatrix replayed{};             // brought beside the tokens, for row blocks that the program replays
+  uint4* replayed_rows = nullptr;     // bf16 [ring, H]
+  const float* own_weights = nullptr; // [T, K] router weights of this rank's tokens
+  float* row_weights = nullptr;       // [ring] weight of each row's route, 0 for padding, where wanted
+  uint32_t* rows_arrived;             // [B]
   uint32_t* tickets;
   int32_t rows_in_use;
-  int32_t ring;   // rows; INT32_MAX: all fit
-  int32_t window; // row blocks, counted from the first one, inside of which a token is brought to all its rows at once
+  int32_t ring = INT32_MAX; // rows; the default: all fit
+  // Row blocks, counted from the first one, inside of which a token is brought to all its rows at once.
+  int32_t window = INT32_MAX;
 
   __device__ __forceinline__ int64_t place(int32_t row) const { return row < ring ? row : row % ring; }
 };

@@ -145,12 +145,12 @@ inline constexpr int32_t kAfterAll = INT32_MAX; // lag of weight gradients that 
 // Phases of a launch, in the order of a step: rebuild, FC1, FC2, weight gradients. Zero columns: no such phase.
 struct Plan {
   Segments segments;
-  int32_t rebuild_columns;
-  int32_t kept_blocks; // segments that end before need no rebuild
-  int32_t fc1_columns, fc1_lag;
-  int32_t fc2_columns, fc2_lag; // fc1_lag <= fc2_lag <= wgrad_lag
-  WgradTiles wgrad;
-  int32_t wgrad_lag;
+  int32_t rebuild_columns = 0;
+  int32_t kept_blocks = 0; // segments that end before need no rebuild
+  int32_t fc1_columns = 0, fc1_lag = 0;
+  int32_t fc2_columns = 0, fc2_lag = 0; // fc1_lag <= fc2_lag <= wgrad_lag
+  WgradTiles wgrad{};
+  int32_t wgrad_lag = 0;
 };
 
 // Walks through the tickets of a plan, forwards only.

@@ -62,11 +62,16 @@ template <bool kSystem> struct Backward {
   }
 
   __device__ Plan plan() const {
-    const int32_t kept_blocks = p.gate_up == nullptr ? 0 : p.call.capacity / kBlockRows;
-    if (replaying)
-      return {segments,    rebuild_columns(), kept_blocks, fc1_columns, ring.lag / 2,
-              fc2_columns, ring.lag,          wgrad,       ring.lag};
-    return {segments, 0, 0, fc1_columns, 0, fc2_columns, p.lag, wgrad, wgrad.count() > 0 ? kAfterAll : p.lag};
+    Plan plan = {segments};
+    plan.fc1_columns = fc1_columns;
+    plan.fc2_columns = fc2_columns;
+    plan.wgrad = wgrad;
+    plan.rebuild_columns = replaying ? rebuild_columns() : 0;
+    plan.kept_blocks = replaying && p.gate_up != nullptr ? p.call.capacity / kBlockRows : 0;
+    plan.fc1_lag = replaying ? ring.lag / 2 : 0;
+    plan.fc2_lag = replaying ? ring.lag : p.lag;
+    plan.wgrad_lag = replaying || wgrad.count() == 0 ? plan.fc2_lag : kAfterAll;
+    return plan;
   }
 
   __device__ bool rings() const { return replaying; }
@@ -168,18 +173,20 @@ template <bool kSystem> struct Backward {
   __device__ ActivationGrad activation_grad_of(const TileSlot& tile, int32_t row, int32_t place, int32_t column) const {
     const bool as_kept = !replaying || kept(p.gate_up, segment_of(tile));
     const auto* gate_up = static_cast<const uint32_t*>(as_kept ? p.gate_up : p.d_gate_up);
-    return {{p.clamp, p.linear_offset},
-            gate_up + static_cast<int64_t>(as_kept ? row : place) * p.intermediate,
-            p.row_weights + place,
-            sources(),
-            &maps.d_gate_up_halves,
-            &maps.h_rows,
-            p.intermediate,
-            fc1_columns,
-            tile.column,
-            column,
-            row,
-            place};
+    ActivationGrad to;
+    to.activation = {p.clamp, p.linear_offset};
+    to.gate_up = gate_up + static_cast<int64_t>(as_kept ? row : place) * p.intermediate;
+    to.row_weights = p.row_weights + place;
+    to.sources = sources();
+    to.d_gate_up = &maps.d_gate_up_halves;
+    to.h_rows = &maps.h_rows;
+    to.columns = p.intermediate;
+    to.parts = fc1_columns;
+    to.part = tile.column;
+    to.first_column = column;
+    to.first_row = row;
+    to.place = place;
+    return to;
   }
 
   __device__ void compute_wgrad(const TileSlot& tile, Consumer& consumer, Accumulators& acc) const {
@@ -278,23 +285,22 @@ template <bool kSystem> struct Backward {
 
   __device__ SourceTable sources() const { return {nullptr, p.row_src_rank, p.row_src_slot}; }
   __device__ RowDispatch rows() const {
-    const int64_t x_ring = static_cast<int64_t>(ring.blocks) * kBlockRows * p.call.hidden / 8;
-    auto* dy_rows = static_cast<uint4*>(p.dy_rows);
-    return {sources(),
-            nullptr,
-            nullptr,
-            {static_cast<const uint4*>(p.dy), p.call.layout.x},
-            dy_rows,
-            dy_rows,
-            {static_cast<const uint4*>(p.x), p.call.layout.replay_x},
-            dy_rows + x_ring,
-            p.weights,
-            p.row_weights,
-            rows_arrived,
-            p.counters,
-            segments.first_block(segments.experts) * kBlockRows,
-            replaying ? ring.blocks * kBlockRows : INT32_MAX,
-            replaying ? ring.window : INT32_MAX};
+    RowDispatch d;
+    d.sources = sources();
+    d.tokens = {static_cast<const uint4*>(p.dy), p.call.layout.x};
+    d.rows = d.later_rows = static_cast<uint4*>(p.dy_rows);
+    d.replayed = {static_cast<const uint4*>(p.x), p.call.layout.replay_x};
+    d.replayed_rows = d.rows + static_cast<int64_t>(ring.blocks) * kBlockRows * p.call.hidden / 8;
+    d.own_weights = p.weights;
+    d.row_weights = p.row_weights;
+    d.rows_arrived = rows_arrived;
+    d.tickets = p.counters;
+    d.rows_in_use = segments.first_block(segments.experts) * kBlockRows;
+    if (replaying) {
+      d.ring = ring.blocks * kBlockRows;
+      d.window = ring.window;
+    }
+    return d;
   }
 };
 

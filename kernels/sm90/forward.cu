@@ -31,8 +31,11 @@ template <bool kSystem> struct Forward {
   }
 
   __device__ Plan plan() const {
-    const int32_t lag = rings() ? ring.lag : p.lag;
-    return {segments, 0, 0, fc1_columns, 0, fc2_columns, lag, {}, lag};
+    Plan plan = {segments};
+    plan.fc1_columns = fc1_columns;
+    plan.fc2_columns = fc2_columns;
+    plan.fc2_lag = plan.wgrad_lag = rings() ? ring.lag : p.lag;
+    return plan;
   }
   __device__ bool loads(const TileSlot&) const { return true; }
 
@@ -99,21 +102,21 @@ template <bool kSystem> struct Forward {
     return {at<const RowSource>(p.call.local, p.call.layout.row_source), nullptr, nullptr};
   }
   __device__ RowDispatch rows() const {
-    return {sources(),
-            p.row_src_rank,
-            p.row_src_slot,
-            {static_cast<const uint4*>(p.x), p.call.layout.x},
-            static_cast<uint4*>(p.x_rows),
-            static_cast<uint4*>(p.x_ring),
-            {},
-            nullptr,
-            nullptr,
-            nullptr,
-            rows_arrived,
-            p.counters,
-            segments.first_block(segments.experts) * kBlockRows,
-            rings() ? ring.blocks * kBlockRows : INT32_MAX,
-            rings() ? ring.window : INT32_MAX};
+    RowDispatch d;
+    d.sources = sources();
+    d.out_source_rank = p.row_src_rank;
+    d.out_source_slot = p.row_src_slot;
+    d.tokens = {static_cast<const uint4*>(p.x), p.call.layout.x};
+    d.rows = static_cast<uint4*>(p.x_rows);
+    d.later_rows = static_cast<uint4*>(p.x_ring);
+    d.rows_arrived = rows_arrived;
+    d.tickets = p.counters;
+    d.rows_in_use = segments.first_block(segments.experts) * kBlockRows;
+    if (rings()) {
+      d.ring = ring.blocks * kBlockRows;
+      d.window = ring.window;
+    }
+    return d;
   }
 };
 

@@ -19,9 +19,16 @@ from mok_megatron.backends.abi import FailRecord, SymmetricLayout
 from mok_megatron.config import MoeShape
 
 
+_MOST_ROWS = 1 << 30
+"""Pairs of row blocks have 22 bits (kernels/moe/tile_order.h)."""
+_MOST_SLOTS = 1 << 31
+
+
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
     """What a workspace is made for; the same on every rank of a group.
+
+    Raises ValueError where rows or slots exceed what the kernels' 32-bit tables can number.
 
     Attributes:
         replays: backward replays rows whatever the routing, because forward does not keep all that it needs.
@@ -31,6 +38,14 @@ class Sizes:
     max_tokens: int
     ring_rows: int
     replays: bool = False
+
+    def __post_init__(self) -> None:
+        rows, slots = self.max_rows, self.max_tokens * self.shape.top_k
+        if rows >= _MOST_ROWS or slots >= _MOST_SLOTS:
+            raise ValueError(
+                f"{self.max_tokens} tokens per rank can make {rows} rows on one rank (limit {_MOST_ROWS}) and {slots} "
+                f"slots (limit {_MOST_SLOTS}): use a smaller micro batch or more context parallelism"
+            )
 
     @property
     def max_rows(self) -> int:
