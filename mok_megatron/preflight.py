@@ -116,10 +116,12 @@ def group_problem(members: Sequence[RankPlace]) -> Problem | None:
 
 def require_one_domain(group: dist.ProcessGroup, device: torch.device) -> None:
     """Raise the same ValueError on every rank of ``group`` unless its GPUs lie in one NVLink domain. Collective."""
+    import torch
     import torch.distributed as dist
 
     places: list[RankPlace | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(places, this_place(dist.get_rank(), device), group=group)
+    with torch.cuda.device(device):  # NCCL gathers objects through the current device
+        dist.all_gather_object(places, this_place(dist.get_rank(), device), group=group)
     found = [place for place in places if place is not None]
     check_groups(found, [[place.rank for place in found]])
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,11 +64,17 @@ def _in_a_pool(rank: int, world: int, reached: bool) -> Any:
     if not reached:
         bases[1] = 0
     symmetric_memory.empty = lambda size, **_: pool[1024 * rank : 1024 * rank + size]  # type: ignore[assignment]
-    symmetric_memory.rendezvous = lambda *_: SimpleNamespace(buffer_ptrs=bases)  # type: ignore[assignment]
+
+    def rendezvous(*_: Any) -> SimpleNamespace:
+        assert os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] == "1"
+        return SimpleNamespace(buffer_ptrs=bases)
+
+    symmetric_memory.rendezvous = rendezvous  # type: ignore[assignment]
     try:
         space = Workspace.symmetric(_sizes(world), dist.group.WORLD, CPU)
     except RuntimeError as error:
         return str(error)
+    assert "TORCH_SYMM_MEM_DISABLE_MULTICAST" not in os.environ
     assert not space.symmetric_bytes.any() and space.base == space.symmetric_bytes.data_ptr()
     return [int(peer) - base for peer, base in zip(space.peers, bases, strict=True)]
 
@@ -117,3 +126,30 @@ def test_every_phase_of_the_kernels_has_a_name() -> None:
     source = (Path(__file__).parents[1] / "kernels" / "params.h").read_text()
     phases = source.split("enum class Phase")[1].split("};")[0].count(" = ")
     assert phases == len(failures._PHASES)
+
+
+@pytest.mark.parametrize("end", ["sys.exit()", "failures.forget(space)", "raise KeyboardInterrupt"])
+def test_the_message_comes_once_however_the_process_ends(end: str) -> None:
+    """Also where it ends before the watcher looks, or lets go of the workspace first."""
+    script = f"""
+import sys
+import pytest
+from mok_megatron.backends import failures
+from mok_megatron.backends.abi import FailRecord
+from mok_megatron.backends.workspace import Sizes, Workspace
+from tests.fake_gpu import CPU, SHAPE, install
+failures._POLL_S = 1000.0
+install(pytest.MonkeyPatch())
+failures._thread = None
+(space,) = Workspace.local(Sizes(shape=SHAPE, max_tokens=40, ring_rows=256), CPU)
+failures.watch(space)
+FailRecord.from_address(space.record.data_ptr()).code = 1
+print("last words")
+{end}
+"""
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == failures.EXIT_CODE, done.stderr
+    assert done.stderr.count("waited longer than the time limit") == 1 and done.stdout == "last words\n"

@@ -7,6 +7,7 @@ message within a second and ends the process, as NCCL's watchdog does.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -27,6 +28,7 @@ _watched: list[ref[Workspace]] = []
 """Weak: a model that goes takes its workspaces along."""
 _lock = threading.Lock()
 _thread: threading.Thread | None = None
+_said = False
 
 
 def describe(record: FailRecord) -> str:
@@ -60,10 +62,13 @@ def watch(workspace: Workspace) -> None:
         if _thread is None:
             _thread = threading.Thread(target=_run, name="mok_megatron-watcher", daemon=True)
             _thread.start()
+            # Registered late, so run before what frees memory at exit, which after a failed kernel may abort.
+            atexit.register(_report_at_exit)
 
 
 def forget(workspace: Workspace) -> None:
-    """Stop looking after it."""
+    """Stop looking after it, whose last word has been said."""
+    _say()
     with _lock:
         _watched[:] = [kept for kept in _watched if kept() not in (None, workspace)]
 
@@ -73,13 +78,27 @@ def _reports() -> list[FailRecord | None]:
     return [workspace.failure() for kept in list(_watched) if (workspace := kept()) is not None]
 
 
-def _run() -> None:
-    while True:
-        with _lock:
-            failed = next((record for record in _reports() if record is not None), None)
-        if failed is not None:
+def _say() -> bool:
+    """Print the message of the first failure, once. Whether there has been one."""
+    global _said  # noqa: PLW0603
+    with _lock:
+        failed = next((record for record in _reports() if record is not None), None)
+        if failed is not None and not _said:
             sys.stderr.write(f"mok_megatron: {describe(failed)}\n")
             sys.stderr.flush()
-            time.sleep(_GRACE_S)
-            os._exit(EXIT_CODE)
+            _said = True
+        return _said
+
+
+def _report_at_exit() -> None:
+    """The training code met the CUDA error and ends before the watcher has looked."""
+    if _say():
+        sys.stdout.flush()
+        os._exit(EXIT_CODE)
+
+
+def _run() -> None:
+    while not _say():
         time.sleep(_POLL_S)
+    time.sleep(_GRACE_S)
+    os._exit(EXIT_CODE)

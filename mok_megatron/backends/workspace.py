@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mok_megatron import memory
+from mok_megatron.backends import peer_memory
 from mok_megatron.backends.abi import FailRecord, SymmetricLayout
 from mok_megatron.config import MoeShape
-
 
 _MOST_ROWS = 1 << 30
 """Pairs of row blocks have 22 bits (kernels/moe/tile_order.h)."""
@@ -105,26 +105,8 @@ class Workspace:
 
         Raises RuntimeError, naming the ranks, when a peer's memory cannot be reached.
         """
-        import torch.distributed._symmetric_memory as symmetric_memory
-
-        buffer = symmetric_memory.empty(sizes.layout().bytes, dtype=torch.uint8, device=device)
-        handle = symmetric_memory.rendezvous(buffer, group)
-        bases = [int(pointer) for pointer in handle.buffer_ptrs]
-        unreachable = [rank for rank, pointer in enumerate(bases) if pointer == 0]
-        if unreachable or len(bases) != group.size():
-            raise RuntimeError(
-                f"rank {group.rank()} of the expert-parallel group cannot reach the memory of rank(s) {unreachable} "
-                f"({len(bases)} of {group.size()} addresses): an EP group must lie inside one NVLink domain; "
-                f"see `mok-megatron doctor`"
-            )
-        # The addresses are those of whole allocations, of which torch's pool may have given us a part.
-        offsets = [0] * group.size()
-        dist.all_gather_object(offsets, buffer.data_ptr() - bases[group.rank()], group=group)
-        peers = [base + offset for base, offset in zip(bases, offsets, strict=True)]
-        buffer.zero_()
-        torch.cuda.synchronize(device)
-        dist.barrier(group=group)  # no peer signals before the flags are zero
-        return cls(sizes, group.rank(), buffer, peers, keep=handle)
+        space = peer_memory.allocate(sizes.layout().bytes, group, device)
+        return cls(sizes, group.rank(), space.buffer, space.addresses, keep=space.handle)
 
     def failure(self) -> FailRecord | None:
         """What a kernel reported, or None. Reads host memory only."""
