@@ -11,7 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+_SETTINGS = {
+    # Torch would bind the memory to an NVLink multicast object: the kernels use none, and their number is limited.
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    # Ranks that see one GPU each all call it number 0, and torch would take them for one (preflight.py goes by bus id).
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1",
+}
+"""Torch's environment variables during our rendezvous; other uses of symmetric memory are left alone."""
+
 _REMEDY = "an EP group must lie inside one NVLink domain; see `mok-megatron doctor`"
 
 
@@ -39,7 +46,7 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> PeerM
     with torch.cuda.device(device):  # NCCL and torch's memory pool work on the current device
         buffer = symmetric_memory.empty(size, dtype=torch.uint8, device=device)
         try:
-            with _without_multicast():
+            with _settings():
                 handle = symmetric_memory.rendezvous(buffer, group)
             bases = [int(pointer) for pointer in handle.buffer_ptrs]
         except RuntimeError as error:
@@ -63,17 +70,14 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> PeerM
 
 
 @contextmanager
-def _without_multicast() -> Iterator[None]:
-    """Torch binds every rendezvous' memory to an NVLink multicast object, unless its variable says no.
-
-    The kernels use none, and their number is limited. What else the process does with symmetric memory is left alone.
-    """
-    before = os.environ.get(_NO_MULTICAST)
-    os.environ[_NO_MULTICAST] = "1"
+def _settings() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _SETTINGS}
+    os.environ.update(_SETTINGS)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[_NO_MULTICAST]
-        else:
-            os.environ[_NO_MULTICAST] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,132 @@
+"""Rank processes that stay: starting one per GPU, with CUDA and NCCL, takes longer than most tests."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+_GRACE_S = 3.0
+"""After one rank failed, the others get this long to say something before all are killed."""
+_GROUP_TIME_LIMIT_S = 60.0
+
+
+class RankPool:
+    """``world_size`` processes in one group of ``backend`` (nccl: a GPU each), started by the first ``run``.
+
+    They run one job after the other. After a job that failed they are replaced by new ones.
+    """
+
+    def __init__(self, world_size: int, backend: str) -> None:
+        self._world_size, self._backend = world_size, backend
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, job: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
+        """``job(rank, world_size, *args)`` on every rank; what they return, by rank.
+
+        ``job`` is importable, arguments and results are picklable and no tensors. Raises RuntimeError with the
+        traceback of the rank that failed first, or with the ranks that were not done after ``timeout_s``.
+        """
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((job, args))
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline, first = time.monotonic() + timeout_s, ""
+        while len(answers) < self._world_size and (left := deadline - time.monotonic()) > 0:
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            for pipe in wait(list(waiting), timeout=left):
+                rank = waiting[pipe]  # type: ignore[index]
+                try:
+                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    self._processes[rank].join(_GRACE_S)
+                    answers[rank] = (False, f"it ended with exit code {self._processes[rank].exitcode}")
+                if not answers[rank][0]:
+                    first = first or f"rank {rank} failed:\n{answers[rank][1]}"
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        if first or len(answers) < self._world_size:
+            self._kill()
+            late = sorted(set(range(self._world_size)) - set(answers))
+            raise RuntimeError(first or f"ranks {late} were not done after {timeout_s} s")
+        return [answers[rank][1] for rank in range(self._world_size)]
+
+    def close(self, timeout_s: float = 20.0) -> list[int | None]:
+        """End all processes; their exit codes, None for one that had to be killed."""
+        for pipe in self._pipes:
+            pipe.send(None)
+        deadline = time.monotonic() + timeout_s
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self._processes]
+        self._kill()
+        return codes
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory(prefix="mok-ranks-")
+        for rank in range(self._world_size):
+            ours, theirs = context.Pipe()
+            arguments = (rank, self._world_size, self._backend, self._folder.name, theirs)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+        if self._folder is not None:
+            self._folder.cleanup()
+            self._folder = None
+
+
+def join_group(rank: int, world_size: int, backend: str, rendezvous: str) -> None:
+    """This process as ``rank`` of the default group, with a GPU of its own where ``backend`` is nccl."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    options: dict[str, Any] = {}
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+        options["device_id"] = torch.device("cuda", rank)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=_GROUP_TIME_LIMIT_S),
+        **options,
+    )
+
+
+def _serve(rank: int, world_size: int, backend: str, folder: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    joined = False
+    while (job := pipe.recv()) is not None:
+        try:
+            if not joined:
+                join_group(rank, world_size, backend, f"{folder}/rendezvous")
+                joined = True
+            function, args = job
+            answer = (True, function(rank, world_size, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+    if joined:
+        dist.destroy_process_group()
