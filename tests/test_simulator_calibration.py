@@ -29,7 +29,8 @@ from mok_megatron.simulator import (
 
 H200 = Machine.from_gpu(gpu("h200"))
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
-FILES = sorted(BENCHMARKS.glob("h200-2026-11-30-*.json"))
+KERNEL = "8bbf76d"
+FILES = sorted(p for p in BENCHMARKS.glob("h200-2026-11-30-*.json") if json.loads(p.read_text())["commit"] == KERNEL)
 """Files of one kernel on one GPU: the constants of the model are of that kernel."""
 UNIFORM = [path for path in FILES if "zipf" not in path.name and "single-hot" not in path.name]
 

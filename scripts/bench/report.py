@@ -157,6 +157,10 @@ def _commit() -> str:
     return commit + ("-dirty" if changed else "") if commit else "unknown"
 
 
+_TEXT_TFLOPS = 130.0
+"""Bars up to this height are too short for their text, which then stands above them."""
+
+
 def draw(path: Path, results: Sequence[Result], title: str) -> bool:
     """Useful TFLOP/s per case as bars, cuBLAS as lines, a panel per direction; False, said on stderr, if it cannot."""
     timed = [result for result in results if "ms" in result]
@@ -180,7 +184,10 @@ def draw(path: Path, results: Sequence[Result], title: str) -> bool:
     for panel, direction in zip(axes[:, 0], directions, strict=True):
         _panel(panel, [result for result in timed if result["direction"] == direction], names)
         panel.set(ylabel="useful TFLOP/s", title=f"{title}, {direction}")
-    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize="small")
+    known = {
+        label: handle for panel in axes[:, 0] for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=6, fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
@@ -194,11 +201,17 @@ def _panel(panel: Any, results: Sequence[Result], names: Sequence[str]) -> None:
     width = 0.8 / max(len(there) for there in present.values())
     for number, name in enumerate(names):
         own = [result for result in results if result["implementation"] == name]
+        if not own:  # an implementation that has no such direction; its bars are in another panel
+            continue
         shifts = [present[label].index(name) - (len(present[label]) - 1) / 2 for label in map(_label, own)]
         places = [labels.index(_label(result)) + shift * width for result, shift in zip(own, shifts, strict=True)]
         bars = panel.bar(places, [result["tflops"] for result in own], width, label=name, color=f"C{number}")
         texts = [f"{result['ms']:.2f} ms" for result in own]
-        panel.bar_label(bars, texts, fontsize=8, rotation=90, label_type="center", color="white")
+        fits = [result["tflops"] > _TEXT_TFLOPS for result in own]
+        inside = [text if fit else "" for text, fit in zip(texts, fits, strict=True)]
+        above = ["" if fit else text for text, fit in zip(texts, fits, strict=True)]
+        panel.bar_label(bars, inside, fontsize=8, rotation=90, label_type="center", color="white")
+        panel.bar_label(bars, above, fontsize=8, rotation=90, padding=2)
     for key, style, label in (
         ("cublas_tflops", "-", "cuBLAS, bursts"),
         ("cublas_sustained_tflops", "--", "cuBLAS, sustained"),
