@@ -8,6 +8,13 @@ from torch import Tensor, nn
 
 from mok_megatron.autograd import ExpertParams
 
+_GRAPH_CAPTURE = "transformer_engine.pytorch.graph"
+"""Python module whose forward hooks on the experts are left uncalled, because nothing is lost by that.
+
+Before it captures graphs, Transformer Engine notes which of its modules run: a replay has to look after their fp8 state
+and their delayed weight gradients. ``mok`` refuses both (fp8, delay_wgrad_compute), and these modules do not run.
+"""
+
 
 def expert_weights(experts: nn.Module, num_local_experts: int) -> tuple[ExpertParams, ExpertParams]:
     """The two weights of the rank's e experts, as Megatron's own parameters.
@@ -63,7 +70,7 @@ def fire_pre_hooks(experts: nn.Module) -> None:
 
     DistributedDataParallel hangs the wait for overlapped parameter all-gather on them. The modules' inputs do not
     exist here, so the hooks get none. Raises ValueError for a hook that cannot be honoured for that reason: one that
-    replaces its input, and any other kind of hook.
+    replaces its input, and any other kind of hook but those of ``_GRAPH_CAPTURE``.
     """
     for name, module in experts.named_modules():
         for identity, hook in list(module._forward_pre_hooks.items()):
@@ -75,6 +82,8 @@ def fire_pre_hooks(experts: nn.Module) -> None:
                 )
         for kind in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
             for hook in getattr(module, kind, {}).values():
+                if kind == "_forward_hooks" and getattr(hook, "__module__", None) == _GRAPH_CAPTURE:
+                    continue
                 raise ValueError(
                     f"moe_token_dispatcher_type='mok' computes the experts without calling {name or 'experts'} "
                     f"({type(module).__name__}), so its hook {_describe(hook)} ({kind.strip('_')}) would never run: "

@@ -120,6 +120,31 @@ def test_a_hook_that_is_added_later_is_refused(kind: Any, register: str) -> None
     _check(reader, experts)
 
 
+def _hook_of_graph_capture(*_: Any) -> None:
+    """What Transformer Engine hangs on every module while it warms up for a capture."""
+    raise AssertionError("the module has not run")
+
+
+_hook_of_graph_capture.__module__ = "transformer_engine.pytorch.graph"
+
+
+@pytest.mark.parametrize("kind", [_PerExpert, _Sequential])
+def test_what_notes_the_modules_for_a_graph_passes_uncalled(kind: Any) -> None:
+    experts = kind()
+    reader = ExpertReader(experts, EXPERTS)
+    for module in experts.modules():
+        module.register_forward_hook(_hook_of_graph_capture)
+    _check(reader, experts)
+    last = next(reversed(list(experts.modules())))
+    foreign = last.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="would never run"):
+        reader.read()
+    foreign.remove()
+    last.register_full_backward_hook(_hook_of_graph_capture)
+    with pytest.raises(ValueError, match=r"backward_hooks.* would never run"):
+        reader.read()
+
+
 @pytest.mark.parametrize("kind", [_PerExpert, _Sequential])
 def test_a_parameter_that_is_added_later_is_refused(kind: Any) -> None:
     experts = kind()
