@@ -1,18 +1,25 @@
 #!/usr/bin/env python3
 """Write the tables of docs/flags.md from the cases that the tests try: which options of Megatron work with ``mok``.
 
-Usage: scripts/update_flags_doc.py [--check]
+Usage: scripts/update_flags_doc.py [--check | --seen WHERE_AND_WHEN RESULTS.xml...]
+
+--seen first notes in tests/data/flags_seen.json which trials on a GPU passed: WHERE_AND_WHEN is what the page says of
+them ("H200, 2026-11-30"), the files are pytest's --junitxml of tests/test_cuda_flags.py. What failed is no longer seen.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "flags.md"
+SEEN = ROOT / "tests" / "data" / "flags_seen.json"
+"""Test of tests/test_cuda_flags.py -> where and when it was last seen to pass."""
 sys.path.insert(0, str(ROOT))
 
 from mok_megatron.refusals import REFUSALS  # noqa: E402
@@ -70,17 +77,41 @@ def _shown(value: Any) -> str:
     return getattr(value, "__name__", None) or repr(value)
 
 
-def _trials(case: FlagCase) -> str:
+def gpu_tests(case: FlagCase) -> dict[str, str]:
+    """What a trial on a GPU says -> the test of tests/test_cuda_flags.py."""
+    name, tests = f"{case.group}: {case.title}", {}
+    if case.te:
+        tests["TE layer"] = f"test_layers_with_transformer_engine[{case.title}]"
+    if case.gpu_training is not None:
+        tests["TE training"] = f"test_trainings_are_those_of_alltoall[{name}]"
+    if case.gpu_training:
+        tests["TE bits"] = f"test_what_saves_memory_or_launches_changes_no_bit[{name}]"
+    return tests
+
+
+def note_seen(label: str, results: Iterable[Path]) -> None:
+    """Bring ``SEEN`` up to date with pytest's results. Raises ValueError for a test that no case has."""
+    seen = json.loads(SEEN.read_text(encoding="utf-8"))
+    tests = {test for case in CASES for test in gpu_tests(case).values()}
+    for path in results:
+        for result in ElementTree.parse(path).iter("testcase"):
+            test = result.get("name", "")
+            if test not in tests and "[" in test:
+                raise ValueError(f"{path}: no case of tests/flag_cases.py has the test {test}")
+            seen.pop(test, None)
+            if test in tests and not len(result):  # failures, errors and skips are children
+                seen[test] = label
+    SEEN.write_text(json.dumps(dict(sorted(seen.items())), indent=1) + "\n", encoding="utf-8")
+
+
+def _trials(case: FlagCase, seen: Mapping[str, str]) -> str:
     trials = []
     if case.layer:
         layouts = "" if case.layouts == FlagCase.layouts else f" ({', '.join(map(_layout, case.layouts))})"
         trials.append(f"layer{layouts}")
-    if case.te:
-        trials.append("TE layer")
     if case.training:
         trials.append(f"training `{case.training}`")
-    if case.gpu_training is not None:
-        trials.append("TE training")
+    trials += [f"{trial} ({seen.get(test, 'not yet seen')})" for trial, test in gpu_tests(case).items()]
     return "; ".join([*trials, *(f"`tests/{test}`" for test in case.tests)])
 
 
@@ -90,10 +121,10 @@ def _layout(layout: Layout) -> str:
 
 
 def _works() -> str:
-    sections = []
+    sections, seen = [], json.loads(SEEN.read_text(encoding="utf-8"))
     for group in dict.fromkeys(case.group for case in CASES):
         rows = [
-            (case.title, case_flags(case), _trials(case), case.note) for case in CASES if case.group == group
+            (case.title, case_flags(case), _trials(case, seen), case.note) for case in CASES if case.group == group
         ]  # fmt: skip
         sections.append(f"### {group}\n\n{table(('What', 'Options', 'Tried by', ''), rows)}")
     return "\n\n".join(sections)
@@ -125,6 +156,8 @@ def render(page: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--seen"]:
+        note_seen(arguments[1], map(Path, arguments[2:]))
     page = PAGE.read_text(encoding="utf-8")
     wanted = render(page)
     if arguments == ["--check"]:

@@ -275,8 +275,6 @@ PARALLEL = [
 
 _SELECTIVE = "--recompute-granularity selective --recompute-modules"
 _GRAPH = "--cuda-graph-warmup-steps 1 --cuda-graph-impl"
-_TRACKER = "--te-rng-tracker"
-"""Megatron takes it with CUDA graphs anyhow, and it draws other weights at the start."""
 _OFFLOAD = "--fine-grained-activation-offloading --min-offloaded-tensor-size 0 --offload-modules"
 
 MEMORY = [
@@ -309,6 +307,7 @@ MEMORY = [
         "CUDA graphs",
         {
             "TE: attention": f"{_GRAPH} transformer_engine --cuda-graph-modules attn",
+            "TE: attention and dense MLPs": f"{_GRAPH} transformer_engine --cuda-graph-modules attn mlp",
             "TE: attention and router": f"{_GRAPH} transformer_engine --cuda-graph-modules attn moe_router",
             "TE: attention, router and preprocessing":
                 f"{_GRAPH} transformer_engine --cuda-graph-modules attn moe_router moe_preprocess",
@@ -317,7 +316,6 @@ MEMORY = [
             "local: whole layers": f"{_GRAPH} local",
             "full iteration": f"{_GRAPH} full_iteration --no-check-for-nan-in-loss-and-grad",
         },
-        model=_TRACKER,
     ),
     *_gpu_trainings(
         "CUDA graphs",
@@ -326,7 +324,6 @@ MEMORY = [
             "local: router and preprocessing, the MoE layer recomputed":
                 f"{_GRAPH} local --cuda-graph-modules moe_router moe_preprocess {_SELECTIVE} moe",
         },
-        model=_TRACKER,
         note="Megatron 0.19 captures nothing with it in a GPT model, as is tried, only in hybrid models, which are not",
     ),
     *_gpu_trainings(

@@ -82,6 +82,12 @@ NOT_YET_IN_A_RELEASE = {
 
 ELSEWHERE: list[tuple[str, str, str]] = [
     (
+        "`--cuda-graph-modules moe`",
+        "moe cuda graph is only supported with drop-padding MoE (Megatron's message; mok refuses that padding, too). "
+        "Leave --cuda-graph-modules out, which captures whole layers",
+        "test_flags.py::test_a_graph_of_the_moe_module_alone_is_refused",
+    ),
+    (
         "`--use-megatron-fsdp`, `--use-torch-fsdp2`",
         "it shards the experts' weights. Use --use-distributed-optimizer",
         "test_layer_vs_alltoall.py::_refused_at_construction",
@@ -97,7 +103,12 @@ ELSEWHERE: list[tuple[str, str, str]] = [
         "remove these parameters, or use another dispatcher",
         "test_expert_reader.py",
     ),
-    ("hooks on the expert modules, other than forward pre-hooks", "hook the MoE layer", "test_expert_reader.py"),
+    (
+        "hooks on the expert modules, other than forward pre-hooks and those by which Transformer Engine prepares a "
+        "CUDA graph",
+        "hook the MoE layer",
+        "test_expert_reader.py",
+    ),
     ("subclasses of MoELayer", "use MoELayer itself in the layer spec, or another dispatcher", "test_plugin.py"),
 ]
 """What is refused but is no field of the config: what, a part of the message, and the test that sees it."""

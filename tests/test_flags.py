@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from scripts import update_flags_doc
-from scripts.update_flags_doc import case_flags
+from scripts.update_flags_doc import case_flags, gpu_tests
 from tests import flag_layers, moe_layers
 from tests.distributed import run_ranks
 from tests.flag_cases import CASES, Layout
@@ -90,6 +91,35 @@ def test_flags_of_the_page_are_flags_of_megatron() -> None:
     for case in CASES:
         named = set(re.findall(r"--[a-z0-9-]+", case_flags(case)))
         assert named <= known, f"{case.title}: {sorted(named - known)}"
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_graph_of_the_moe_module_alone_is_refused(padded: bool) -> None:
+    """Megatron wants the padding with it that ``mok`` refuses."""
+    changes = {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0} if padded else {}
+    refusal, words = (
+        (ValueError, "moe_pad_expert_input_to_capacity") if padded else (AssertionError, "drop-padding MoE")
+    )
+    with pytest.raises(refusal, match=words):
+        moe_layers.make_config(cuda_graph_impl="transformer_engine", cuda_graph_modules=["moe"], **changes)
+
+
+def test_results_on_a_gpu_are_noted_test_by_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    before = json.loads(update_flags_doc.SEEN.read_text(encoding="utf-8"))
+    known = [test for case in CASES for test in gpu_tests(case).values()]
+    assert len(known) == len(set(known))
+    assert set(before) <= set(known), "seen, but no case has these tests"
+    monkeypatch.setattr(update_flags_doc, "SEEN", tmp_path / "seen.json")
+    update_flags_doc.SEEN.write_text(json.dumps({known[0]: "then", known[1]: "then", known[2]: "then"}))
+    cases = f"""<testcase name="{known[0]}"><failure/></testcase><testcase name="{known[1]}"/>
+        <testcase name="{known[3]}"/><testcase name="{known[4]}"><skipped/></testcase><testcase name="test_other"/>"""
+    (tmp_path / "results.xml").write_text(f"<testsuites><testsuite>{cases}</testsuite></testsuites>")
+    update_flags_doc.note_seen("now", [tmp_path / "results.xml"])
+    found = json.loads(update_flags_doc.SEEN.read_text(encoding="utf-8"))
+    assert found == {known[1]: "now", known[2]: "then", known[3]: "now"}
+    (tmp_path / "results.xml").write_text('<testsuite><testcase name="test_layers[gone]"/></testsuite>')
+    with pytest.raises(ValueError, match=r"no case .* has the test test_layers\[gone\]"):
+        update_flags_doc.note_seen("now", [tmp_path / "results.xml"])
 
 
 def test_the_page_shows_these_cases() -> None:
