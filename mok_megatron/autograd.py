@@ -11,7 +11,7 @@ a saved-tensor hook may hand back another tensor for a weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,8 +19,6 @@ from torch import Tensor
 
 from mok_megatron.backends.base import Backend, Saved, WeightGrads
 from mok_megatron.schedule import Schedule, validate_routing
-
-_SCHEDULE_TENSORS = tuple(field.name for field in fields(Schedule) if field.name != "block_rows")
 
 
 @dataclass(frozen=True)
@@ -90,15 +88,13 @@ def apply_experts(
                 f"layer {layer}: x is {x.dtype} on {x.device} but {name} is {weight.dtype} on {weight.device}"
             )
     x = x.contiguous()
-    schedule = backend.build_schedule(x.detach(), probs.detach(), routing_map, layer=layer)
-    inputs = (x, probs, *w1.parameters, *w2.parameters)
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in inputs):
-        call = _Call(backend, schedule, w1, w2, layer, fuse_grad_accumulation)
-        y: Tensor = _Experts.apply(call, *inputs)
-        return y
-    weights = w1.split(w1.parameters), w2.split(w2.parameters)
-    y, _ = backend.forward(x, schedule, *weights, save=False, layer=layer)
-    return y
+    call = _Call(backend, w1, w2, layer, fuse_grad_accumulation)
+    if torch.is_grad_enabled():
+        inputs = (x, probs, *w1.parameters, *w2.parameters)
+        if any(tensor.requires_grad for tensor in inputs):
+            y: Tensor = _Experts.apply(call, routing_map, *inputs)
+            return y
+    return call.forward(x, probs, routing_map, w1.parameters, w2.parameters, save=False)[0]
 
 
 @dataclass(slots=True)
@@ -106,11 +102,25 @@ class _Call:
     """What one call passes beside its differentiable inputs."""
 
     backend: Backend
-    schedule: Schedule
     w1: ExpertParams
     w2: ExpertParams
     layer: int
     fuse: bool
+
+    def forward(
+        self,
+        x: Tensor,
+        probs: Tensor,
+        routing_map: Tensor,
+        w1: Sequence[Tensor],
+        w2: Sequence[Tensor],
+        *,
+        save: bool,
+    ) -> tuple[Tensor, Saved | None]:
+        """The backend's schedule and forward; ``w1`` and ``w2`` have the parameters' shapes."""
+        backend, layer = self.backend, self.layer
+        schedule = backend.build_schedule(x, probs, routing_map, layer=layer)
+        return backend.forward(x, schedule, self.w1.split(w1), self.w2.split(w2), save=save, layer=layer)
 
 
 class _Experts(torch.autograd.Function):
@@ -123,60 +133,53 @@ class _Experts(torch.autograd.Function):
         return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
+    def forward(ctx: Any, call: _Call, routing_map: Tensor, x: Tensor, probs: Tensor, *weights: Tensor) -> Tensor:
         split = len(call.w1.parameters)
-        y, saved = call.backend.forward(
-            x,
-            call.schedule,
-            call.w1.split(weights[:split]),
-            call.w2.split(weights[split:]),
-            save=True,
-            layer=call.layer,
-        )
+        y, saved = call.forward(x, probs, routing_map, weights[:split], weights[split:], save=True)
         if saved is None:
             raise AssertionError(f"backend {call.backend.name} kept nothing although save=True")
-        tables = [getattr(saved.schedule, name) for name in _SCHEDULE_TENSORS]
+        *tables, block_rows = saved.schedule
         ctx.save_for_backward(saved.x, saved.gate_up, saved.x_rows, *tables, *weights)
-        ctx.block_rows = saved.schedule.block_rows
-        ctx.backend, ctx.w1, ctx.w2, ctx.layer, ctx.fuse = call.backend, call.w1, call.w2, call.layer, call.fuse
-        ctx.num_experts, ctx.probs_dtype = probs.shape[1], probs.dtype
+        ctx.call, ctx.block_rows, ctx.probs_dtype = call, block_rows, probs.dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        call: _Call = ctx.call
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"layer {ctx.layer}: the mok experts have no second derivative; call backward without create_graph=True"
+                f"layer {call.layer}: the mok experts have no second derivative; call backward without "
+                f"create_graph=True"
             )
-        x, gate_up, x_rows, *rest = ctx.saved_tensors
-        tables, weights = rest[: len(_SCHEDULE_TENSORS)], rest[len(_SCHEDULE_TENSORS) :]
-        schedule = Schedule(**dict(zip(_SCHEDULE_TENSORS, tables, strict=True)), block_rows=ctx.block_rows)
+        x, gate_up, x_rows, slots, route_weights, rows, expert_first_row, *weights = ctx.saved_tensors
+        schedule = Schedule(slots, route_weights, rows, expert_first_row, ctx.block_rows)
         saved = Saved(schedule=schedule, x=x, gate_up=gate_up, x_rows=x_rows)
 
-        _, needs_dx, needs_dprobs, *needs_weights = ctx.needs_input_grad
-        split = len(ctx.w1.parameters)
+        _, _, needs_dx, needs_dprobs, *needs_weights = ctx.needs_input_grad
+        split = len(call.w1.parameters)
         sinks = (
-            _Sinks(ctx.w1.parameters, needs_weights[:split], ctx.fuse),
-            _Sinks(ctx.w2.parameters, needs_weights[split:], ctx.fuse),
+            _Sinks(call.w1.parameters, needs_weights[:split], call.fuse),
+            _Sinks(call.w2.parameters, needs_weights[split:], call.fuse),
         )
         accumulate = any(part.fused for part in sinks)
-        dx, d_weights = ctx.backend.backward(
+        dx, d_weights = call.backend.backward(
             dy.contiguous(),
             saved,
-            ctx.w1.split(weights[:split]),
-            ctx.w2.split(weights[split:]),
+            call.w1.split(weights[:split]),
+            call.w2.split(weights[split:]),
             WeightGrads(
-                w1=_split_sinks(ctx.w1, sinks[0].open(zeros=accumulate)),
-                w2=_split_sinks(ctx.w2, sinks[1].open(zeros=accumulate)),
+                w1=_split_sinks(call.w1, sinks[0].open(zeros=accumulate)),
+                w2=_split_sinks(call.w2, sinks[1].open(zeros=accumulate)),
                 accumulate=accumulate,
             ),
             needs_dx=needs_dx,
-            layer=ctx.layer,
+            layer=call.layer,
         )
         dprobs = None
         if needs_dprobs:
-            dprobs = _scatter_to_experts(schedule.experts, d_weights, ctx.num_experts, ctx.probs_dtype)
-        return None, dx, dprobs, *sinks[0].returned(), *sinks[1].returned()
+            num_experts = call.backend.shape.num_experts
+            dprobs = _scatter_to_experts(schedule.experts, d_weights, num_experts, ctx.probs_dtype)
+        return None, None, dx, dprobs, *sinks[0].returned(), *sinks[1].returned()
 
 
 class _Sinks:

@@ -12,7 +12,7 @@ Worked example: W=1, E=2, K=2, block_rows=4, three tokens routed to {0}, {0, 1},
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,28 +20,53 @@ from torch import Tensor
 from mok_megatron.config import MoeShape
 
 
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(NamedTuple):
     """Both sides' tables of one layer call. Index tensors are int32; -1 marks an absent route or a padding row.
 
+    Tables of one size lie in one tensor, since each tensor costs time when it is made and when it is saved.
+
     At the source (this rank's T tokens):
-        experts: ``[T, K]`` expert ids, ascending in a row, absent ones last.
+        slots: ``[3, T, K]``, contiguous:
+            experts: expert ids, ascending in a row, absent ones last.
+            slot_dst_rank, slot_dst_row: rank and row that hold the slot's route.
         weights: ``[T, K]`` router weights, fp32 (fp64 for an fp64 layer), 0 where absent.
-        slot_dst_rank, slot_dst_row: ``[T, K]`` rank and row that hold the slot's route.
     At the destination (this rank's e experts; rows of an expert are ordered by (source rank, token) and padded to a
     multiple of ``block_rows``):
-        row_src_rank, row_src_slot: ``[R]`` source rank and slot of each row.
+        rows: ``[2, R]``, contiguous:
+            row_src_rank, row_src_slot: source rank and slot of each row.
         expert_first_row: ``[e + 1]`` first row of each local expert; the last entry is the number of rows in use.
     """
 
-    experts: Tensor
+    slots: Tensor
     weights: Tensor
-    slot_dst_rank: Tensor
-    slot_dst_row: Tensor
-    row_src_rank: Tensor
-    row_src_slot: Tensor
+    rows: Tensor
     expert_first_row: Tensor
     block_rows: int
+
+    @property
+    def experts(self) -> Tensor:
+        """``[T, K]``."""
+        return self.slots[0]
+
+    @property
+    def slot_dst_rank(self) -> Tensor:
+        """``[T, K]``."""
+        return self.slots[1]
+
+    @property
+    def slot_dst_row(self) -> Tensor:
+        """``[T, K]``."""
+        return self.slots[2]
+
+    @property
+    def row_src_rank(self) -> Tensor:
+        """``[R]``."""
+        return self.rows[0]
+
+    @property
+    def row_src_slot(self) -> Tensor:
+        """``[R]``."""
+        return self.rows[1]
 
 
 def compact(
@@ -96,13 +121,14 @@ def build_schedule(
     expert_first_row = torch.cat([group_end.new_zeros(1), group_end[rank]])
     total_rows = int(expert_first_row[-1])
     mine = route_rank == rank
+    slot_dst_rank = _scatter(route_slot[mine], route_dst[mine], experts.numel()).view(experts.shape)
+    slot_dst_row = _scatter(route_slot[mine], route_row[mine], experts.numel()).view(experts.shape)
+    row_src_rank = _scatter(route_row[here], route_rank[here], total_rows)
+    row_src_slot = _scatter(route_row[here], route_slot[here], total_rows)
     return Schedule(
-        experts=experts,
+        slots=torch.stack((experts, slot_dst_rank, slot_dst_row)),
         weights=weights,
-        slot_dst_rank=_scatter(route_slot[mine], route_dst[mine], experts.numel()).view(experts.shape),
-        slot_dst_row=_scatter(route_slot[mine], route_row[mine], experts.numel()).view(experts.shape),
-        row_src_rank=_scatter(route_row[here], route_rank[here], total_rows),
-        row_src_slot=_scatter(route_row[here], route_slot[here], total_rows),
+        rows=torch.stack((row_src_rank, row_src_slot)),
         expert_first_row=expert_first_row.to(torch.int32),
         block_rows=block_rows,
     )
@@ -119,7 +145,7 @@ def validate_routing(probs: Tensor, routing_map: Tensor, shape: MoeShape, *, x: 
         raise ValueError(f"x must be [tokens, hidden={shape.hidden}], got {list(x.shape)}")
     expected = (x.shape[0], shape.num_experts)
     for name, tensor in (("probs", probs), ("routing_map", routing_map)):
-        if tuple(tensor.shape) != expected:
+        if tensor.shape != expected:
             raise ValueError(
                 f"{name} must be [tokens={expected[0]}, experts={expected[1]}] as x and the layer say, "
                 f"got {list(tensor.shape)}"
@@ -130,7 +156,7 @@ def validate_routing(probs: Tensor, routing_map: Tensor, shape: MoeShape, *, x: 
         raise ValueError(f"routing_map must be bool, got {routing_map.dtype}: compare it with 0 first")
     if probs.dtype not in (torch.float32, torch.bfloat16, torch.float64):
         raise ValueError(f"probs must be float32, bfloat16 or float64, got {probs.dtype}")
-    if x.device.type == "cpu":
+    if x.is_cpu:
         _check_values(probs.detach(), routing_map, shape.top_k)
 
 

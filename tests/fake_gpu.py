@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mok_megatron.backends import failures
+from mok_megatron.backends import failures, streams
 from mok_megatron.config import MoeShape
 
 SHAPE = MoeShape(hidden=128, intermediate=64, num_experts=2, top_k=1)
@@ -80,6 +80,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
         "get_device_properties": lambda _device: SimpleNamespace(multi_processor_count=132),
     }.items():
         monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(streams, "_handle_of_current_stream", lambda _index: gpu.stream.cuda_stream)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor.clone())
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda _t, s: gpu.said.append(f"kept for {s.cuda_stream}"))
     monkeypatch.setattr(failures, "_thread", "none is started")

@@ -61,7 +61,7 @@ def test_backward_frees_what_was_kept() -> None:
     def spy(*args: Any, **options: Any) -> tuple[Tensor, Saved | None]:
         y, saved = original(*args, **options)
         assert saved is not None and saved.gate_up is not None and saved.x_rows is not None
-        kept.extend(weakref.ref(tensor) for tensor in (saved.gate_up, saved.x_rows, saved.schedule.row_src_slot))
+        kept.extend(weakref.ref(tensor) for tensor in (saved.gate_up, saved.x_rows, saved.schedule.rows))
         return y, saved
 
     layer.backend.forward = spy  # type: ignore[method-assign]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import runpy
 from typing import Any
 
 import pytest
 import torch
 
-from mok_megatron.backends import device_tables
+from mok_megatron.backends import device_tables, streams
 from mok_megatron.backends.base import WeightGrads
 from mok_megatron.backends.device_tables import DeviceTables
 from mok_megatron.backends.grad_tables import GradTables, GradTargets
@@ -179,5 +180,11 @@ def test_gradients_that_the_kernel_cannot_write(gpu: FakeGpu, w1: Any, w2: Any, 
 def test_a_call_asks_about_its_own_device(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, current: int) -> None:
     gpu.current = current
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: gpu.current == 3)
-    assert Calling.on(torch.device("cuda", 3), 7) == Calling(layer=7, stream=gpu.stream, captured=True)
+    assert Calling.on(torch.device("cuda", 3), 7) == Calling(layer=7, stream=0, captured=True, here=current == 3)
     assert gpu.current == current
+
+
+def test_a_torch_without_the_private_question_is_asked_in_public(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu.stream = gpu.streams[2]
+    monkeypatch.delattr(torch._C, "_cuda_getCurrentRawStream", raising=False)
+    assert runpy.run_path(streams.__file__)["_handle_of_current_stream"](0) == 2

@@ -156,6 +156,7 @@ def more_tokens_than_announced() -> None:
     backend = CudaBackend.__new__(CudaBackend)
     space = SimpleNamespace(sizes=SimpleNamespace(max_tokens=1024))
     backend._launches = SimpleNamespace(workspace=lambda _layer: space)  # type: ignore[assignment]
+    backend._rows_by_tokens = {}
     backend._rows(2048, layer=3)
 
 

@@ -138,6 +138,10 @@ def test_a_call_on_another_stream_waits_for_the_one_before(made: tuple[CudaBacke
     gpu.stream, gpu.capturing = gpu.streams[2], True
     _call(backend, 8, backward=False)
     assert "2 waits for 1" not in gpu.said, "a capture may not wait for what is outside it"
+    gpu.stream, gpu.capturing = gpu.streams[0], False
+    _call(backend, 8, backward=False)
+    waits = [line for line in gpu.said if "waits for" in line and "event" not in line]
+    assert waits == ["1 waits for 0", "0 waits for 1"], "a capture does not stand between two calls"
 
 
 def test_a_workspace_grows_and_is_kept_for_graphs(made: tuple[CudaBackend, FakeLibrary], gpu: FakeGpu) -> None:

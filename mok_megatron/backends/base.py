@@ -8,8 +8,7 @@ of microbatches can be in flight in any order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -17,8 +16,7 @@ from mok_megatron.config import MoeShape
 from mok_megatron.schedule import Schedule
 
 
-@dataclass(frozen=True, kw_only=True)
-class Saved:
+class Saved(NamedTuple):
     """What forward keeps for backward: the schedule and plain tensors (None where the options say: not kept).
 
     A backend may keep only the first rows; backward then makes the others again.
@@ -35,8 +33,7 @@ class Saved:
     x_rows: Tensor | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class WeightGrads:
+class WeightGrads(NamedTuple):
     """Where backward puts the weight gradients.
 
     ``w1[i]`` is ``[2I, H]`` and ``w2[i]`` is ``[H, I]`` for local expert i, or None for a frozen weight. With

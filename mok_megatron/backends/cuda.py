@@ -52,6 +52,7 @@ class CudaBackend:
         self.workspace: Workspace | None = None
         self._retired: list[Workspace] = []
         self._group: dist.ProcessGroup | None = None
+        self._rows_by_tokens: dict[int, tuple[int, int]] = {}
         self._launches = Launches(library, shape, config, self.device, rank=rank, sms=sms)
         self._weight_maps = WeightMaps(library, shape, self.device)
         self._grad_tables = GradTables(shape, self.device)
@@ -133,15 +134,10 @@ class CudaBackend:
         capacity, max_rows = self._rows(tokens, layer)
         probs = probs if probs.stride(1) == 1 else probs.contiguous()
         routing_map = routing_map.contiguous()
-        slots = torch.empty(3, tokens, top_k, dtype=torch.int32, device=self.device)
-        rows = torch.empty(2, max_rows, dtype=torch.int32, device=self.device)
         schedule = Schedule(
-            experts=slots[0],
+            slots=torch.empty(3, tokens, top_k, dtype=torch.int32, device=self.device),
             weights=torch.empty(tokens, top_k, dtype=torch.float32, device=self.device),
-            slot_dst_rank=slots[1],
-            slot_dst_row=slots[2],
-            row_src_rank=rows[0],
-            row_src_slot=rows[1],
+            rows=torch.empty(2, max_rows, dtype=torch.int32, device=self.device),
             expert_first_row=torch.empty(self.shape.experts_per_rank + 1, dtype=torch.int32, device=self.device),
             block_rows=BLOCK_ROWS,
         )
@@ -154,7 +150,7 @@ class CudaBackend:
     ) -> tuple[Tensor, Saved | None]:
         """See ``Backend.forward``. Keeps the first C rows, C being the capacity: the host never learns their number."""
         capacity = self._rows(x.shape[0], layer)[0]
-        check_operand("x", x, (schedule.experts.shape[0], self.shape.hidden), self.device, layer)
+        check_operand("x", x, (schedule.slots.shape[1], self.shape.hidden), self.device, layer)
         calling = self._launches.begin(layer)
         maps = self._weight_maps.of(w1, w2, calling)
         keep_gate_up = save and not self.config.recompute
@@ -190,7 +186,7 @@ class CudaBackend:
     ) -> tuple[Tensor | None, Tensor]:
         """See ``Backend.backward``. The kernel itself replays rows that forward did not keep."""
         schedule = saved.schedule
-        check_operand("dy", dy, (schedule.experts.shape[0], self.shape.hidden), self.device, layer)
+        check_operand("dy", dy, (schedule.slots.shape[1], self.shape.hidden), self.device, layer)
         calling = self._launches.begin(layer)
         targets, maps = self._grad_tables.of(grads, calling), self._weight_maps.of(w1, w2, calling)
         x_rows, gate_up = saved.x_rows, saved.gate_up
@@ -218,6 +214,7 @@ class CudaBackend:
         """Free the workspace; graphs that hold its addresses must not be replayed any more. Idempotent."""
         workspaces = [space for space in (*self._retired, self.workspace) if space is not None]
         self.workspace = None
+        self._rows_by_tokens.clear()
         self._retired.clear()
         self._launches.adopt(None)
         try:
@@ -238,20 +235,21 @@ class CudaBackend:
         elif self.workspace is not None:
             failures.forget(self.workspace)
         self.workspace = workspace
+        self._rows_by_tokens.clear()
         self._launches.adopt(workspace)
         failures.watch(workspace)
 
     def _rows(self, tokens: int, layer: int) -> tuple[int, int]:
         """Rows of this call's buffers and the most that it can have: the workspace's, or those of its own tokens."""
+        if (known := self._rows_by_tokens.get(tokens)) is not None:
+            return known
         sizes = self._launches.workspace(layer).sizes
         if tokens > sizes.max_tokens:
             raise ValueError(
                 f"this call has {tokens} tokens but the workspace was made for {sizes.max_tokens}: {_SAY_MOST}"
             )
-        if self.shape.ep_size > 1:
-            return min(sizes.ring_rows, sizes.max_rows), sizes.max_rows
-        most = memory.most_rows(self.shape, tokens)
-        return min(sizes.ring_rows, most), most
+        most = sizes.max_rows if self.shape.ep_size > 1 else memory.most_rows(self.shape, tokens)
+        return self._rows_by_tokens.setdefault(tokens, (min(sizes.ring_rows, most), most))
 
 
 def _multiprocessors(device: torch.device) -> int:

@@ -19,6 +19,7 @@ Addresses = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Entry:
+    addresses: Addresses
     device: Tensor
     address: int
     host: Tensor  # pinned; a graph may replay the copy
@@ -43,15 +44,16 @@ class DeviceTables:
         """Address of the table of ``addresses``; ``make`` gives its content in host memory where it is new."""
         entry = self._entries.get(addresses)
         if calling.captured:
-            entry = entry or self._copied(make(), calling)
+            entry = entry or self._copied(addresses, make(), calling)
             self._of_graphs[id(entry)] = entry
         elif entry is None:
-            entry = self._entries[addresses] = self._copied(make(), calling)
+            entry = self._entries[addresses] = self._copied(addresses, make(), calling)
             if len(self._entries) > KEPT:
                 self._entries.popitem(last=False)
         else:
-            self._entries.move_to_end(addresses)
-            _order(entry, calling.stream)
+            self._entries.move_to_end(entry.addresses)  # the very object that is there: found without comparing
+            if calling.stream not in entry.streams:
+                self._order(entry, calling)
         return entry.address
 
     def clear(self) -> None:
@@ -59,17 +61,17 @@ class DeviceTables:
         self._entries.clear()
         self._of_graphs.clear()
 
-    def _copied(self, content: Tensor, calling: Calling) -> _Entry:
+    def _copied(self, addresses: Addresses, content: Tensor, calling: Calling) -> _Entry:
         host = content.pin_memory()
         device = host.to(self._device, non_blocking=True)
-        ready = None if calling.captured else calling.stream.record_event()
-        return _Entry(device, device.data_ptr(), host, ready, {calling.stream.cuda_stream})
+        ready = None if calling.captured else torch.cuda.current_stream(self._device).record_event()
+        return _Entry(addresses, device, device.data_ptr(), host, ready, {calling.stream})
 
-
-def _order(entry: _Entry, stream: torch.cuda.Stream) -> None:
-    """Let ``stream`` come after the copy, and the table's memory live until ``stream`` is done with it."""
-    if stream.cuda_stream in entry.streams or entry.ready is None:
-        return
-    stream.wait_event(entry.ready)
-    entry.device.record_stream(stream)
-    entry.streams.add(stream.cuda_stream)
+    def _order(self, entry: _Entry, calling: Calling) -> None:
+        """Let the call come after the copy, and the table's memory live until the call's stream is done with it."""
+        if entry.ready is None:
+            return
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(entry.ready)
+        entry.device.record_stream(stream)
+        entry.streams.add(calling.stream)

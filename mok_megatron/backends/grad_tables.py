@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ ALIGNMENT = 16
 """Bytes; the kernels write so many at once."""
 
 
-@dataclass(frozen=True)
-class GradTargets:
+class GradTargets(NamedTuple):
     """Where a call's weight gradients go: tables ``[e]`` (None: all frozen), their ``GradType``, whether to add."""
 
     w1: int | None

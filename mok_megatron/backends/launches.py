@@ -44,7 +44,9 @@ class Launches:
         self._rank, self._sms = rank, sms
         self._workspace: Workspace | None = None
         self._stream: torch.cuda.Stream | None = None
+        self._handle: int | None = None
         self.captured = False
+        self._lags: dict[tuple[int, int], int] = {}
         self._schedule = ScheduleParams()
         self._forward = ForwardParams()
         self._reopen = ReopenParams()
@@ -117,9 +119,11 @@ class Launches:
         calling = Calling.on(self._device, layer)
         if calling.captured:
             self.captured = True
-        elif self._stream is not None and calling.stream != self._stream:
-            calling.stream.wait_stream(self._stream)
-        self._stream = calling.stream
+        elif calling.stream != self._handle:
+            stream = torch.cuda.current_stream(self._device)
+            if self._stream is not None:
+                stream.wait_stream(self._stream)
+            self._stream, self._handle = stream, calling.stream
         return calling
 
     def schedule(
@@ -133,10 +137,8 @@ class Launches:
         params.x = x.data_ptr()
         params.probs_stride = probs.stride(0)
         params.probs_type = PROBS_TYPES[probs.dtype]
-        params.out_experts = out.experts.data_ptr()
+        params.out_experts, params.out_slot_dst_rank, params.out_slot_dst_row = _parts(out.slots)
         params.out_weights = out.weights.data_ptr()
-        params.out_slot_dst_rank = out.slot_dst_rank.data_ptr()
-        params.out_slot_dst_row = out.slot_dst_row.data_ptr()
         params.out_expert_first_row = out.expert_first_row.data_ptr()
         self._launch(params, calling)
 
@@ -160,8 +162,7 @@ class Launches:
         params.w1_maps, params.w2_maps = maps.w1_forward, maps.w2_forward
         params.x_rows = scratch["x_rows"] if x_rows is None else x_rows.data_ptr()
         params.gate_up = None if gate_up is None else gate_up.data_ptr()
-        params.row_src_rank = schedule.row_src_rank.data_ptr()
-        params.row_src_slot = schedule.row_src_slot.data_ptr()
+        params.row_src_rank, params.row_src_slot = _parts(schedule.rows)
         params.y = y.data_ptr()
         params.lag = self._lag(x.shape[0], FC1_TILE_COLUMNS)
         self._launch(params, calling)
@@ -198,8 +199,7 @@ class Launches:
         self._open(params.call, schedule, calling, capacity)
         params.dy, params.x = dy.data_ptr(), x.data_ptr()
         _set_slot_tables(params, schedule)
-        params.row_src_rank = schedule.row_src_rank.data_ptr()
-        params.row_src_slot = schedule.row_src_slot.data_ptr()
+        params.row_src_rank, params.row_src_slot = _parts(schedule.rows)
         params.w1_maps, params.w2_maps = maps.w1_backward, maps.w2_backward
         params.w1_forward_maps = maps.w1_forward
         params.x_rows = None if x_rows is None else x_rows.data_ptr()
@@ -215,32 +215,40 @@ class Launches:
     def _open(self, call: CallParams, schedule: Schedule, calling: Calling, capacity: int) -> Workspace:
         """What changes between calls; ``adopt`` has set the rest."""
         workspace = self.workspace(calling.layer)
-        call.tokens, call.layer = schedule.experts.shape[0], calling.layer
-        call.capacity, call.max_rows = capacity, schedule.row_src_rank.shape[0]
+        call.tokens, call.layer = schedule.slots.shape[1], calling.layer
+        call.capacity, call.max_rows = capacity, schedule.rows.shape[1]
         return workspace
 
     def _launch(self, params: ctypes.Structure, calling: Calling) -> None:
         """Launch on the tensors' device, whatever the current one is."""
-        stream = calling.stream.cuda_stream
-        if torch.cuda.current_device() == self._device.index:
-            self._library.launch(params, stream)
+        if calling.here:
+            self._library.launch(params, calling.stream)
         else:
             with torch.cuda.device(self._device):
-                self._library.launch(params, stream)
+                self._library.launch(params, calling.stream)
 
     def _lag(self, tokens: int, tile_columns: int) -> int:
         """Experts between the two GEMMs of one; ``tile_columns`` of I are one tile of the first."""
-        shape = self._shape
-        return fc2_lag(
-            tokens * shape.ep_size * shape.top_k / shape.num_experts,
-            fc1_columns=-(-shape.intermediate // tile_columns),
-            clusters=self._sms // 2,
-            experts=shape.experts_per_rank,
-        )
+        lag = self._lags.get((tokens, tile_columns))
+        if lag is None:
+            shape = self._shape
+            lag = self._lags[tokens, tile_columns] = fc2_lag(
+                tokens * shape.ep_size * shape.top_k / shape.num_experts,
+                fc1_columns=-(-shape.intermediate // tile_columns),
+                clusters=self._sms // 2,
+                experts=shape.experts_per_rank,
+            )
+        return lag
 
 
 def _set_slot_tables(params: ForwardParams | ReopenParams | BackwardParams, schedule: Schedule) -> None:
     params.weights = schedule.weights.data_ptr()
-    params.slot_dst_rank = schedule.slot_dst_rank.data_ptr()
-    params.slot_dst_row = schedule.slot_dst_row.data_ptr()
+    _, params.slot_dst_rank, params.slot_dst_row = _parts(schedule.slots)
     params.expert_first_row = schedule.expert_first_row.data_ptr()
+
+
+def _parts(tables: Tensor) -> list[int]:
+    """Address of each ``tables[i]``, which is contiguous."""
+    count, first = tables.shape[0], tables.data_ptr()
+    part = tables.nbytes // count
+    return [first + part * index for index in range(count)]

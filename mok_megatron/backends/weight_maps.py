@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,7 @@ from mok_megatron.backends.streams import Calling
 from mok_megatron.config import MoeShape
 
 
-@dataclass(frozen=True)
-class Maps:
+class Maps(NamedTuple):
     """Device addresses of the maps of w1 and w2 for each direction, ``[e]`` each."""
 
     w1_forward: int
