@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +43,17 @@ class FakeMeter:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
+        self.turns: list[list[str]] = []
 
     def time(self, call: Call, iterations: int | None = None) -> Timing:
         self.calls.append(call)
         call(0), call(1)
-        ms = {"forward": 2.0, "both": 5.0}.get(getattr(call, "__name__", ""), 0.1)
+        ms = {"forward": 2.0, "both": 5.0, "product": CUBLAS_FLOPS / 800e9}.get(getattr(call, "__name__", ""), 0.1)
         return Timing(ms=ms, low_ms=ms, high_ms=ms, iterations=iterations or 20)
+
+    def time_in_turn(self, calls: Mapping[str, Call], iterations: int | None = None) -> dict[str, Timing]:
+        self.turns.append(list(calls))
+        return {name: self.time(call, iterations) for name, call in calls.items()}
 
     def host_us(self, call: Call, prepare: Call | None = None) -> float:
         if prepare is not None:
@@ -72,8 +77,8 @@ class FakeCublas(Cublas):
     def __init__(self) -> None:
         self.durations: list[float] = []
 
-    def burst_ms(self) -> float:
-        return CUBLAS_FLOPS / 800e9
+    def product(self, index: int) -> Tensor:
+        return torch.empty(0)
 
     def sustained_ms(self, duration_ms: float, burst_ms: float) -> float:
         self.durations.append(duration_ms)
@@ -256,6 +261,29 @@ def test_a_wrong_layer_is_not_timed(flaw: str, message: str) -> None:
     assert runner.failures(results, None)[0].startswith("broken on tiny: ")
 
 
+def test_all_take_turns_with_cublas() -> None:
+    """Heat and clock change while a case runs: each iteration has one call of everybody."""
+    meter = FakeMeter()
+    measure_case(tiny_case(), [registry()["eager"], registry()["mok-reference"]], meter, FakeCublas(), BOTH)
+    assert meter.turns == [["cuBLAS", "eager", "mok-reference"]] * 2
+
+
+def test_a_call_that_fails_when_it_is_timed_does_not_end_the_others() -> None:
+    class Failing(EagerLayer):
+        calls = 0
+
+        def forward(self, index: int) -> Tensor:
+            self.calls += 1
+            if self.calls > len(self._case.copies):  # checked once per set
+                raise RuntimeError("out of memory")
+            return super().forward(index)
+
+    failing = Implementation(name="failing", build=Failing, unavailable=lambda case: None)
+    results = measure(tiny_case(), [failing, registry()["eager"]])
+    assert results[0]["error"] == "RuntimeError: out of memory" and "ms" not in results[0]
+    assert [result["implementation"] for result in results[1:]] == ["eager"] * 3
+
+
 def test_weight_gradients_are_not_checked_where_only_forward_is_measured() -> None:
     forward = Options(directions=frozenset({"forward"}))
     assert [r["direction"] for r in measure(tiny_case(), [broken("dw1")], forward)] == ["forward"]
@@ -423,7 +451,7 @@ def test_sustained_products_last_as_long_as_the_layer() -> None:
     cublas = Cublas.__new__(Cublas)
     cublas._meter = Meter()
     product: Callable[[int], Any] = counted.append
-    cublas._product = product  # type: ignore[method-assign]
+    cublas.product = product  # type: ignore[method-assign]
     assert cublas.sustained_ms(9.0, 0.6) == pytest.approx(0.7) and len(counted) == 15
     assert cublas.sustained_ms(0.1, 0.6) == pytest.approx(0.7) and len(counted) == 1
 

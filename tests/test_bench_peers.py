@@ -100,7 +100,7 @@ def test_liger_cute_has_room_for_one_forward(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(liger_cute, "_outside_torch", lambda: next(taken))
     monkeypatch.setattr(liger_cute.LigerCuteLayer, "heap_bytes", None)
     case = tiny_case()
-    results = measure(case, [registry()["liger-cute"]] * 2)
+    results = [result for _ in range(2) for result in measure(case, [registry()["liger-cute"]])]
     assert [r.get("error") or r.get("unavailable") for r in results] == [None] * 6
     assert configured == [
         {"max_tokens": 8192, "hidden_size": 7168, "num_experts": 128, "top_k": 8, "num_hosts": 1, "gpus_per_host": 1,

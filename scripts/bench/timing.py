@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,6 +56,10 @@ class Meter(Protocol):
         """Device time of a call; enough iterations for a stable median unless given. Collective."""
         ...
 
+    def time_in_turn(self, calls: Mapping[str, Call], iterations: int | None = None) -> dict[str, Timing]:
+        """The same of several calls, one after the other in each iteration, so that all meet the same clocks."""
+        ...
+
     def host_us(self, call: Call, prepare: Call | None = None) -> float:
         """Host time per call, in microseconds, without waiting for the device, nor for ``prepare`` before it."""
         ...
@@ -78,29 +82,42 @@ class CudaMeter:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._sleep_s = SLEEP_S
         self._signal = torch.zeros(1, device=ranks.device)
 
     def time(self, call: Call, iterations: int | None = None) -> Timing:
-        """See ``Meter.time``.
+        """See ``Meter.time``."""
+        return self.time_in_turn({"": call}, iterations)[""]
+
+    def time_in_turn(self, calls: Mapping[str, Call], iterations: int | None = None) -> dict[str, Timing]:
+        """See ``Meter.time_in_turn``.
 
         Each call has the device to itself: the GPU sleeps until the host has queued it, and ranks meet after the
         sleep, so that neither host time nor late ranks are counted.
         """
-        for index in range(WARM_UP_CALLS):
-            call(index)
-        self._sleep_s = min(max(SLEEP_S, 1.5e-6 * self.host_us(call)), LONGEST_SLEEP_S)
+        sleeps, longest_ms = {}, 0.0
+        for name, call in calls.items():
+            for index in range(WARM_UP_CALLS):
+                call(index)
+            sleeps[name] = min(max(SLEEP_S, 1.5e-6 * self.host_us(call)), LONGEST_SLEEP_S)
+            if iterations is None:
+                estimate = statistics.median(self._elapsed(call, index, sleeps[name]) for index in range(3))
+                longest_ms = max(longest_ms, self._ranks.largest(estimate))
         if iterations is None:
-            estimate = statistics.median(self._elapsed(call, index) for index in range(3))
-            iterations = round(TIMED_S * 1e3 / self._ranks.largest(estimate))
-            iterations = min(max(iterations, LEAST_ITERATIONS), MOST_ITERATIONS)
-        times = torch.tensor([self._elapsed(call, index) for index in range(iterations)], device=self._ranks.device)
-        return summarise(self._ranks.reduce(times, dist.ReduceOp.MAX).tolist())
+            iterations = min(max(round(TIMED_S * 1e3 / longest_ms), LEAST_ITERATIONS), MOST_ITERATIONS)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for index in range(iterations):
+            for name, call in calls.items():
+                times[name].append(self._elapsed(call, index, sleeps[name]))
+        return {name: summarise(self._slowest(of_call)) for name, of_call in times.items()}
 
-    def _elapsed(self, call: Call, index: int) -> float:
+    def _slowest(self, times_ms: list[float]) -> list[float]:
+        times = torch.tensor(times_ms, device=self._ranks.device)
+        return [float(ms) for ms in self._ranks.reduce(times, dist.ReduceOp.MAX).tolist()]
+
+    def _elapsed(self, call: Call, index: int, sleep_s: float) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        torch.cuda._sleep(int(self._sleep_s * CYCLES_PER_S))
+        torch.cuda._sleep(int(sleep_s * CYCLES_PER_S))
         if self._ranks.group is not None:
             self._ranks.reduce(self._signal)
         start.record()
@@ -158,12 +175,9 @@ class Cublas:
         self._meter = meter
         self._a, self._b = (torch.randn(size, inner, dtype=torch.bfloat16, device=device) for size in (rows, columns))
 
-    def _product(self, index: int) -> Tensor:
+    def product(self, index: int) -> Tensor:
+        """One product; timed after a pause, it runs as a burst."""
         return self._a @ self._b.T
-
-    def burst_ms(self) -> float:
-        """Milliseconds of a single product after a pause."""
-        return self._meter.time(self._product).ms
 
     def sustained_ms(self, duration_ms: float, burst_ms: float) -> float:
         """Milliseconds per product, back to back for about ``duration_ms``, after the same pause."""
@@ -171,6 +185,6 @@ class Cublas:
 
         def products(index: int) -> None:
             for _ in range(count):
-                self._product(index)
+                self.product(index)
 
         return self._meter.time(products).ms / count
