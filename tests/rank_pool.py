@@ -1,4 +1,4 @@
-"""Rank processes that stay: starting one per GPU, with CUDA and NCCL, takes longer than most tests."""
+"""Rank processes that stay: starting one, with CUDA and its groups, takes longer than most tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GROUP_TIME_LIMIT_S = 60.0
 
 
 class RankPool:
-    """``world_size`` processes in one group of ``backend`` (nccl: a GPU each), started by the first ``run``.
+    """``world_size`` processes in one group of ``backend``, started by the first ``run``; see ``join_group``.
 
     They run one job after the other. After a job that failed they are replaced by new ones.
     """
@@ -98,13 +98,19 @@ class RankPool:
             self._folder = None
 
 
+def group_backend(world_size: int) -> str:
+    """``nccl`` where each rank has a GPU of its own; NCCL refuses ranks that share one, so there it is ``gloo``."""
+    return "nccl" if torch.cuda.device_count() >= world_size else "gloo"
+
+
 def join_group(rank: int, world_size: int, backend: str, rendezvous: str) -> None:
-    """This process as ``rank`` of the default group, with a GPU of its own where ``backend`` is nccl."""
+    """This process as ``rank`` of the default group; GPU ``rank``, counted modulo those there are, is current."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
     options: dict[str, Any] = {}
+    if torch.cuda.device_count() > 0:
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     if backend == "nccl":
-        torch.cuda.set_device(rank)
-        options["device_id"] = torch.device("cuda", rank)
+        options["device_id"] = torch.device("cuda", torch.cuda.current_device())
     dist.init_process_group(
         backend,
         init_method=f"file://{rendezvous}",
