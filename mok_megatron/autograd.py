@@ -200,11 +200,11 @@ class _Sinks:
 
     def open(self, *, zeros: bool) -> list[Tensor | None]:
         """What the backend writes to; new gradients are made here, and filled with ``zeros`` where it adds."""
-        targets = list(zip(self._needed, self._main_grads, strict=True))
-        new = iter(self._make(sum(need and main_grad is None for need, main_grad in targets), zeros=zeros))
-        self._tensors = [
-            main_grad if main_grad is not None else next(new) if need else None for need, main_grad in targets
-        ]
+        targets = enumerate(zip(self._needed, self._main_grads, strict=True))
+        missing = [index for index, (need, main_grad) in targets if need and main_grad is None]
+        self._tensors = list(self._main_grads)
+        for index, new in zip(missing, self._make(len(missing), zeros=zeros), strict=True):
+            self._tensors[index] = new
         return self._tensors
 
     def _make(self, count: int, *, zeros: bool) -> Sequence[Tensor]:
@@ -220,15 +220,17 @@ class _Sinks:
         Nobody reads a placeholder, or only its zeros where Megatron asks for them, so they share memory: each with its
         own would be a second copy of the weights.
         """
-        returned, shared = list(self._tensors), dict[bool, Tensor]()
+        returned = list(self._tensors)
+        shared: dict[bool, Tensor] = {}
         for index, (parameter, main_grad) in enumerate(zip(self._parameters, self._main_grads, strict=True)):
             if main_grad is None:
                 continue
             parameter.grad_added_to_main_grad = True  # type: ignore[attr-defined]
-            zeros = bool(getattr(parameter, "zero_out_wgrad", False))
-            if zeros not in shared:
-                shared[zeros] = _plain_like(parameter, zeros=zeros)[0]
-            returned[index] = shared[zeros].detach()  # another tensor for each, as autograd keeps them
+            zeros = getattr(parameter, "zero_out_wgrad", False)
+            placeholder = shared.get(zeros)
+            if placeholder is None:
+                placeholder = shared[zeros] = _plain_like(parameter, zeros=zeros)[0]
+            returned[index] = placeholder.detach()  # another tensor for each, as autograd keeps them
         return returned
 
 
@@ -250,5 +252,7 @@ def _split_sinks(params: ExpertParams, tensors: Sequence[Tensor | None]) -> list
 def _scatter_to_experts(experts: Tensor, d_weights: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
     """``experts [T, K]``, ``d_weights [T, K]`` -> ``[T, E]``, 0 off-route. Absent slots fall into a dropped column."""
     dense = d_weights.new_zeros(experts.shape[0], num_experts + 1)
-    dense.scatter_(1, experts.long().remainder_(num_experts + 1), d_weights)  # -1 becomes the last column
-    return dense[:, :num_experts].to(dtype).contiguous()
+    columns = torch.empty_like(experts, dtype=torch.int64)
+    torch.remainder(experts, num_experts + 1, out=columns)  # -1 becomes the last one
+    dense.scatter_(1, columns, d_weights)
+    return dense.narrow(1, 0, num_experts).to(dtype).contiguous()

@@ -40,7 +40,8 @@ class GradTables:
         Dtypes are looked at in every call, since memory is used again with another one; all else when an address is
         new.
         """
-        types = {grad.dtype for sinks in (grads.w1, grads.w2) for grad in sinks if grad is not None}
+        sinks = [grad for grad in (*grads.w1, *grads.w2) if grad is not None]
+        types = {grad.dtype for grad in sinks}
         if len(types) > 1 or not types <= GRAD_TYPES.keys():
             names = ", ".join(sorted(str(dtype) for dtype in types))
             raise ValueError(
