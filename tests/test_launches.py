@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from mok_megatron.backends.abi import BackwardParams, ForwardParams, ReopenParam
 from mok_megatron.backends.base import Saved, WeightGrads
 from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.backends.launches import Launches
+from mok_megatron.backends.workspace import Workspace
 from mok_megatron.config import MokConfig
 from tests.fake_gpu import CPU, SHAPE, FakeGpu, FakeLibrary, bf16, install
 
@@ -86,6 +88,24 @@ def test_backward_is_told_what_forward_kept(
     rings = {name: getattr(backward, name) for name in ("dy_rows", "d_gate_up", "h_rows", "row_weights", "partials")}
     names = {"dy_rows": "x_rows", "h_rows": "h"}
     assert rings == {name: space.scratch[names.get(name, name)] for name in rings}
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 8])
+def test_all_launches_work_on_the_schedules_tables(made: tuple[CudaBackend, FakeLibrary], tokens: int) -> None:
+    backend, library = made
+    schedule = _call(backend, tokens).schedule
+    at = {
+        name: getattr(schedule, name).data_ptr() or None
+        for name in ("weights", "slot_dst_rank", "slot_dst_row", "row_src_rank", "row_src_slot", "expert_first_row")
+    }
+    made_by, *users = library.params
+    assert made_by.out_experts == (schedule.experts.data_ptr() or None)
+    outputs = at.keys() - {"row_src_rank", "row_src_slot"}  # which forward fills
+    assert {name: getattr(made_by, f"out_{name}") for name in outputs} == {name: at[name] for name in outputs}
+    for params in users:
+        used = [name for name in at if hasattr(params, name)]
+        assert {name: getattr(params, name) for name in used} == {name: at[name] for name in used}
+        assert len(used) == (4 if isinstance(params, ReopenParams) else 6)
 
 
 @pytest.mark.parametrize(
@@ -163,6 +183,22 @@ def test_a_workspace_grows_and_is_kept_for_graphs(made: tuple[CudaBackend, FakeL
     _call(backend, 64)
     assert backend._retired == [second], "the third was not captured"
     assert [watched() for watched in failures._watched] == [second, backend.workspace]
+
+
+def test_rows_are_those_of_the_workspace_in_use(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "load_library", lambda _architecture: FakeLibrary(gpu))
+    backend = CudaBackend.virtual_ranks(replace(SHAPE, ep_size=2), MokConfig(), CPU, max_tokens=64)[0]
+    found = []
+    for max_tokens in (256, 16):
+        backend._adopt(Workspace.local(backend.sizes(max_tokens), CPU)[0])
+        found.append(backend._rows(16, layer=1))
+        assert found[-1] == (backend.sizes(max_tokens).ring_rows, backend.sizes(max_tokens).max_rows)
+    assert found[0] != found[1]
+    with pytest.raises(ValueError, match="this call has 64 tokens but the workspace was made for 16"):
+        backend._rows(64, layer=1)
+    backend.close()
+    with pytest.raises(RuntimeError, match="layer 5: the backend has no workspace"):
+        backend._rows(16, layer=5)
 
 
 def test_nothing_is_launched_after_close(made: tuple[CudaBackend, FakeLibrary], gpu: FakeGpu) -> None:
