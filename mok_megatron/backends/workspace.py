@@ -89,6 +89,7 @@ class Workspace:
         self.scratch_bytes = torch.zeros(end, dtype=torch.uint8, device=device)
         self.scratch = {name: self.scratch_bytes.data_ptr() + offset for name, offset in offsets.items()}
         self.record = torch.zeros(8, dtype=torch.int32).pin_memory()
+        self._fail_record = FailRecord.from_address(self.record.data_ptr())
 
     @classmethod
     def local(cls, sizes: Sizes, device: torch.device) -> list[Workspace]:
@@ -110,5 +111,4 @@ class Workspace:
 
     def failure(self) -> FailRecord | None:
         """What a kernel reported, or None. Reads host memory only."""
-        record = FailRecord.from_address(self.record.data_ptr())
-        return FailRecord.from_buffer_copy(record) if record.code > 0 else None
+        return FailRecord.from_buffer_copy(self._fail_record) if self._fail_record.code > 0 else None
