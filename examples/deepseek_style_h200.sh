@@ -7,7 +7,8 @@
 # CORPUS is a folder that scripts/prepare_corpus.py wrote. Further arguments go to Megatron last, and so win, e.g.
 # `--save FOLDER --save-interval 500` or `--seed 4321`. Variables, with what they are by default:
 #   DISPATCHER=mok    or alltoall, with everything else the same
-#   STEPS=1000        iterations; each takes 4 sequences of 2048 tokens
+#   GPUS=1            GPUs of this node, one expert-parallel group
+#   STEPS=1000        iterations; each takes 4 sequences of 2048 tokens per GPU
 #   LAYERS=7          the first is dense, the others are MoE layers; multi-token prediction adds one more
 #   PROGRAM           what torchrun runs: examples/pretrain_gpt.py
 set -euo pipefail
@@ -15,6 +16,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 : "${1:?usage: $0 CORPUS [MEGATRON ARGUMENT ...]}"
 corpus=$(cd "$1" && pwd)
 shift
+gpus=${GPUS:-1}
 layers=${LAYERS:-7}
 steps=${STEPS:-1000}
 read -ra program <<<"${PROGRAM:-$root/examples/pretrain_gpt.py}"
@@ -35,7 +37,8 @@ attention=(
 )
 experts=(
   --moe-token-dispatcher-type "${DISPATCHER:-mok}" --moe-grouped-gemm --moe-permute-fusion
-  --num-experts 64 --moe-layer-freq "([0]+[1]*$((layers - 1)))" --moe-ffn-hidden-size 768
+  --expert-model-parallel-size "$gpus" --num-experts 64
+  --moe-layer-freq "([0]+[1]*$((layers - 1)))" --moe-ffn-hidden-size 768
   --moe-shared-expert-intermediate-size 768
   --moe-router-topk 6 --moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5 --moe-router-dtype fp32
   --moe-router-enable-expert-bias --moe-router-bias-update-rate 1e-3
@@ -49,7 +52,7 @@ data=(
   --seq-length 2048 --no-create-attention-mask-in-dataloader
 )
 training=(
-  --micro-batch-size 4 --global-batch-size 4 --train-iters "$steps" --seed 1234
+  --micro-batch-size 4 --global-batch-size "$((4 * gpus))" --train-iters "$steps" --seed 1234
   --lr 4e-4 --min-lr 4e-5 --lr-decay-style cosine --lr-warmup-iters "$((steps / 20))"
   --adam-beta1 0.9 --adam-beta2 0.95 --weight-decay 0.1 --clip-grad 1.0
   --use-distributed-optimizer --eval-iters 0 --eval-interval "$steps" --log-interval 10
@@ -58,5 +61,5 @@ training=(
 python3 -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None)' ||
   training+=(--no-gradient-accumulation-fusion)
 
-exec torchrun --standalone --nproc-per-node 1 "${program[@]}" \
+exec torchrun --standalone --nproc-per-node "$gpus" "${program[@]}" \
   "${model[@]}" "${attention[@]}" "${experts[@]}" "${prediction[@]}" "${data[@]}" "${training[@]}" "$@"

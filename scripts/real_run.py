@@ -1,4 +1,4 @@
-"""Evaluate the long runs on one H200: are they what they should be, how fast, how much of a step is MoE?
+"""Evaluate the long runs on H200: are they what they should be, how fast, how much of a step is MoE?
 
 ``real_run.py FOLDER`` reads the reports of scripts/record_run.py in the folder (``mok.json`` and so on) and prints the
 verdicts; exit code 1 when one is bad. ``--into docs/benchmarks/real-run-h200.md`` writes the tables between the page's
@@ -19,9 +19,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts import curves
-
-TOKENS_PER_STEP = 4 * 2048
-"""Of examples/deepseek_style_h200.sh."""
 
 WARM = 100
 """Steps before timing counts: compilation, autotuning, clocks."""
@@ -148,7 +145,7 @@ def speed(report: Report) -> dict[str, float]:
     found = {
         "median ms per step": statistics.median(times),
         "mean ms per step": statistics.fmean(times),
-        "tokens per second": TOKENS_PER_STEP * len(times) / (sum(times) / 1000),
+        "tokens per second": report["tokens_per_step"] * len(times) / (sum(times) / 1000),
         "peak GiB": report["peak_allocated_bytes"] / 2**30,
         "GiB on the device": report["device_bytes"] / 2**30,
     }
@@ -206,7 +203,7 @@ def write_into(page: Path, reports: Mapping[str, Report]) -> None:
     named = {"alltoall": "alltoall", "mok": "mok", "alltoall-other-seed": "alltoall, other seed"}
     shown = {title: curve(reports[name]) for name, title in named.items() if name in reports}
     curves.write_csv(numbers, shown)
-    devices = sorted({report["device"] for report in reports.values()})
+    devices = sorted({f"{report['ranks']} x {report['device']}" for report in reports.values()})
     title = f"DeepSeek-style, {next(iter(reports.values()))['parameters'] / 1e9:.2f}e9 parameters, {', '.join(devices)}"
     averaged = {name: means(points, 10) for name, points in shown.items()}
     curves.draw(picture, averaged, "alltoall", f"{title}; means over 10 steps")

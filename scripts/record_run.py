@@ -1,9 +1,9 @@
 """Run a Megatron script and write down what it did: every loss and gradient norm unrounded, times, memory, digests.
 
 ``record_run.py [--time A:B] [--profile A:B] [--digests N,N] REPORT.json SCRIPT [MEGATRON ARGUMENT ...]``, under
-torchrun with one process, behaves as SCRIPT does. ``--time`` measures the MoE layers' share of the steps A to B by
-CUDA events, ``--profile`` by torch's profiler, ``--digests`` hashes the weights after those steps. The report is
-written at the end, and now and then before, so that a run that is cut short leaves one.
+torchrun, behaves as SCRIPT does; the report is rank 0's. ``--time`` measures the MoE layers' share of the steps A to
+B by CUDA events, ``--profile`` by torch's profiler, ``--digests`` hashes all ranks' weights after those steps. The
+report is written at the end, and now and then before, so that a run that is cut short leaves one.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import importlib
 import importlib.metadata
 import inspect
 import json
+import os
 import runpy
 import sys
 import time
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -75,7 +77,7 @@ class Recorder:
         self._losses.append({name: torch.as_tensor(value).detach().clone() for name, value in losses.items()})
         self._grad_norms.append(grad_norm)
         if step in self._digest_after:
-            self._found["digests"][str(step)] = digest(self._models)
+            self._found["digests"][str(step)] = digest_of_all(self._models)
         if self._timed and step == self._timed[-1]:
             self._marks.timing = False
             per_step = {part: ms / len(self._timed) for part, ms in self._marks.take_ms().items()}
@@ -106,7 +108,9 @@ class Recorder:
         trace.unlink()
 
     def write(self) -> None:
-        """Write the report, whole or not at all."""
+        """Write the report, whole or not at all; nothing on other ranks than the first."""
+        if int(os.environ.get("RANK", "0")) > 0:
+            return
         report = {
             **self._found,
             "steps": self._steps,
@@ -124,10 +128,19 @@ class Recorder:
 
 
 def describe(models: list[torch.nn.Module]) -> dict[str, Any]:
-    """Parameters, dispatchers and backends of the model; versions and device."""
+    """Parameters of the whole model, dispatchers and backends; tokens per step; ranks, versions and device."""
+    from megatron.training import get_args
+
+    args = get_args()
     modules = [module for model in models for module in model.modules()]
     return {
-        "parameters": sum(parameter.numel() for model in models for parameter in model.parameters()),
+        "parameters": sum(
+            parameter.numel() * (1 if getattr(parameter, "allreduce", True) else args.expert_model_parallel_size)
+            for model in models
+            for parameter in model.parameters()
+        ),
+        "tokens_per_step": args.global_batch_size * args.seq_length,
+        "ranks": dist.get_world_size(),
         "dispatchers": sorted({type(m.token_dispatcher).__name__ for m in modules if hasattr(m, "token_dispatcher")}),
         "backends": sorted({m.fused_experts.backend.name for m in modules if hasattr(m, "fused_experts")}),
         "experts": sorted({type(m.experts).__name__ for m in modules if hasattr(m, "token_dispatcher")}),
@@ -163,6 +176,13 @@ def digest(models: list[torch.nn.Module]) -> str:
             sums.append(torch.stack([words.sum(), (words * position).sum()]))
     values = torch.stack(sums).cpu().numpy()
     return hashlib.sha256("\n".join(names).encode() + values.tobytes()).hexdigest()
+
+
+def digest_of_all(models: list[torch.nn.Module]) -> str:
+    """One digest for all ranks' weights. Collective."""
+    digests = [""] * dist.get_world_size()
+    dist.all_gather_object(digests, digest(models))
+    return hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 def steps_of(text: str) -> range:

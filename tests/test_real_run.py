@@ -13,7 +13,8 @@ import torch
 
 from scripts import real_run
 from scripts.moe_marks import MoeMarks, _Mark, read_trace, summarize
-from scripts.record_run import digest, steps_of
+from scripts.record_run import digest, digest_of_all, steps_of
+from tests.distributed import run_ranks
 from tests.megatron_versions import ROOT, environment, megatron_versions
 
 SCRIPT = ROOT / "examples" / "deepseek_style_h200.sh"
@@ -63,6 +64,13 @@ def test_megatron_accepts_the_launch_scripts_flags(tmp_path: Path, dispatcher: s
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[-2] == f"{dispatcher} 3 [0, 1, 1] 40 4321"
+
+
+def test_more_gpus_are_one_expert_parallel_group(tmp_path: Path) -> None:
+    argv = launch(tmp_path, GPUS="2")
+    assert argv[:3] == ["--standalone", "--nproc-per-node", "2"]
+    sizes = {name: argv[argv.index(name) + 1] for name in ("--expert-model-parallel-size", "--global-batch-size")}
+    assert sizes == {"--expert-model-parallel-size": "2", "--global-batch-size": "8"}
 
 
 def test_the_launch_script_names_what_is_missing() -> None:
@@ -134,6 +142,15 @@ def test_digests_see_bits_names_and_places() -> None:
     assert hashed([0.0]) != hashed([-0.0])
 
 
+def _digests(rank: int, world_size: int, weights: list[float]) -> str:
+    return digest_of_all([torch.nn.ParameterList([torch.nn.Parameter(torch.tensor([weights[rank]]))])])
+
+
+def test_digests_cover_all_ranks() -> None:
+    found = [run_ranks(2, _digests, weights) for weights in ([1.0, 2.0], [1.0, 3.0], [2.0, 1.0])]
+    assert all(first == second for first, second in found) and len({first for first, _ in found}) == 3
+
+
 def test_ranges_of_steps() -> None:
     assert steps_of("2:4") == range(2, 5)
     for text in ("1:4", "5:4"):
@@ -157,6 +174,8 @@ def report(
         "step_ms": [ms if step < steps[-1] - 2 else 10 * ms for step in steps[1:]],
         "digests": digests or {},
         "parameters": 2_280_000_000,
+        "tokens_per_step": 8192,
+        "ranks": 1,
         "device": "a GPU",
         "peak_allocated_bytes": 50 * 2**30,
         "device_bytes": 60 * 2**30,
