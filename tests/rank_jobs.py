@@ -385,6 +385,40 @@ def two_groups(rank: int, world_size: int) -> None:
     del ahead
 
 
+def beside_other_kernels(rank: int, world_size: int) -> None:
+    """An all-reduce of another group that one rank queues before its call and the other behind; a kernel that sleeps.
+
+    So one rank's call has to do with the SMs that NCCL leaves, while the other's holds all and keeps NCCL waiting.
+    """
+    group = dist.new_group([0, 1])
+    inputs = inputs_of(BUSY)
+    expected = share(virtual(BUSY, inputs), BUSY.tokens, rank)
+    real = RealRank(BUSY, inputs)
+    parts, side = real.parts(inputs), torch.cuda.Stream()
+    ones = torch.ones(1 << 22, device=_device())
+    dist.all_reduce(ones.clone(), group=group)  # NCCL loads its kernels at the first
+    for turn in range(12):
+        summed = ones.clone()
+        real.settle()
+
+        def reduce(summed: Tensor = summed) -> None:
+            with torch.cuda.stream(side):
+                torch.cuda._sleep(200_000)
+                dist.all_reduce(summed, group=group)
+
+        if turn % 2 == rank:
+            reduce()
+        found = real.call(parts, poison=False)
+        if turn % 2 != rank:
+            reduce()
+        torch.cuda.synchronize()
+        same_bits(found, expected, turn)
+        assert bool((summed == world_size).all())
+    real.settle()
+    real.close()
+    dist.destroy_process_group(group)
+
+
 def current_device_elsewhere(rank: int, world_size: int) -> None:
     """Tensors on the rank's GPU while another one is current; nothing to see where there is only one GPU."""
     case = CASES["uniform"]
@@ -447,6 +481,7 @@ JOBS: dict[str, Callable[[int, int], None]] = {
     "main_grad": main_grad,
     "layers": partial(layers, count=64),
     "two_groups": two_groups,
+    "beside_other_kernels": beside_other_kernels,
     "current_device_elsewhere": current_device_elsewhere,
     "memory_comes_back": memory_comes_back,
 }
