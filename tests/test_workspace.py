@@ -153,3 +153,27 @@ print("last words")
     )
     assert done.returncode == failures.EXIT_CODE, done.stderr
     assert done.stderr.count("waited longer than the time limit") == 1 and done.stdout == "last words\n"
+
+
+def _cannot_map(rank: int, world: int) -> str:
+    import torch.distributed._symmetric_memory as symmetric_memory
+
+    def rendezvous(*_: Any) -> None:
+        raise RuntimeError("CUDA driver error: invalid argument")
+
+    install(pytest.MonkeyPatch())
+    symmetric_memory.empty = lambda size, **_: torch.empty(size, dtype=torch.uint8)  # type: ignore[assignment]
+    symmetric_memory.rendezvous = rendezvous  # type: ignore[assignment]
+    try:
+        Workspace.symmetric(_sizes(world), dist.group.WORLD, CPU)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_what_torch_says_is_passed_on_with_a_remedy() -> None:
+    for rank, message in enumerate(run_ranks(2, _cannot_map)):
+        assert message.startswith(
+            f"rank {rank} of the expert-parallel group cannot map the memory of its peers: CUDA dr"
+        )
+        assert "an EP group must lie inside one NVLink domain" in message

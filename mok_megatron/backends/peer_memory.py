@@ -52,7 +52,8 @@ def allocate(size: int, group: dist.ProcessGroup, device: torch.device) -> PeerM
         except RuntimeError as error:
             raise RuntimeError(
                 f"rank {group.rank()} of the expert-parallel group cannot map the memory of its peers: {error}. If "
-                f"no peer has said why, {_REMEDY}"
+                f"no peer has said why: {_REMEDY}. Torch also needs all ranks of a group to have made symmetric memory "
+                f"equally often before, in whatever groups; else they miss each other"
             ) from error
         unreachable = [rank for rank, pointer in enumerate(bases) if pointer == 0]
         if unreachable or len(bases) != group.size():
