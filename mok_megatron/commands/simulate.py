@@ -22,8 +22,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--combine",
         choices=("pull", "push"),
-        default="pull",
-        help="who moves y rows: their token's rank, or the expert's, as the kernel does (default: pull)",
+        default="push",
+        help="who moves y rows: their token's rank, or the expert's, as the kernel does (default: push)",
     )
     parser.add_argument("--comm-sms", type=int, help="SMs whose warps copy (default: all)")
     parser.add_argument("--copy-warps", type=int, default=2, help="copying warps per CTA (default: 2)")

@@ -38,8 +38,9 @@ CORE_EFFICIENCY = 0.5
 ELEMENTWISE_PASSES = 40
 """HBM passes over a token's hidden state per layer and direction, outside GEMMs (norms, rope, router, residuals)."""
 
-PORT_SHARE = 0.85
-"""Share of the copying rate that is left when several ranks want rows of the same one: fitted to the simulator."""
+PORT_SHARE, PUSH_SHARE = 0.85, 0.65
+"""Share of the copying rate that is left when several ranks want rows of the same one, or push rows to the same one, as
+they do where an expert's first rows are all of source 0: fitted to the simulator."""
 
 ASSUMPTIONS = (
     f"attention and dense GEMMs at {DENSE_EFFICIENCY:.0%}, attention core at {CORE_EFFICIENCY:.0%} of a large GEMM",
@@ -101,17 +102,13 @@ def moe_time(
     slow = 1 + machine.contention * nvlink_share + machine.hbm_contention * memory_share
     compute = (flops * padding / rate + epilogue_s) * slow
     into, back = nvlink_bytes(shape, tokens, direction, save_x=save_x)
-    rate, experts = PLANNED_POLICY.copy_rate(machine) * PORT_SHARE, shape.experts_per_rank
-    dispatch, combine = into / rate, back / rate
+    rate, experts = PLANNED_POLICY.copy_rate(machine), shape.experts_per_rank
+    dispatch, combine = into / (rate * PORT_SHARE), back / (rate * PUSH_SHARE)
     # Tiles begin when the first rows are there; rows come by source, so the first columns of tiles wait now and then.
     compute += 1.4 * dispatch / experts
     if direction == "fwd":
-        # A token is combined when the last of its K experts is done: of all tokens, a share (j / e)^K needs none of
-        # the experts from number j on.
-        ends = [
-            max(compute * j / experts, dispatch) + combine * (1 - ((j - 1) / experts) ** shape.top_k)
-            for j in range(1, experts + 1)
-        ]
+        # Rows are pushed when their expert's FC2 is done: then those of all experts from number j on are still to come.
+        ends = [max(compute * j / experts, dispatch) + combine * (1 - (j - 1) / experts) for j in range(1, experts + 1)]
         total = max(*ends, compute)
     else:
         total = max(compute, dispatch + combine)  # weight gradients cover the combine of dX

@@ -143,8 +143,7 @@ class Machine:
 class Policy:
     """How the kernel moves rows: the choices that the simulator is there to compare.
 
-    The defaults are the kernel's, but for ``combine``: the kernel pushes, which its ring needs, each row to its token's
-    slot as soon as its tile is done. The default stays what the studies are made with, and is the slower one.
+    The defaults are the kernel's.
 
     Attributes:
         copy_layout: ``warps``: copying warps in every CTA, all SMs compute. ``dedicated``: ``comm_sms`` SMs only
@@ -166,7 +165,7 @@ class Policy:
     copy_warps: int = 2
     comm_sms: int | None = None
     dedup: bool = True
-    combine: Combine = "pull"
+    combine: Combine = "push"
     combine_per_rank: bool = False
     pull_order: PullOrder = "row"
     token_order: TokenOrder = "expert"

@@ -46,12 +46,13 @@ def ep_sizes(machine: Machine, shape: MoeShape, tokens: int, sizes: list[int]) -
 
 def transport(machine: Machine, shape: MoeShape, tokens: int) -> Iterator[Row]:
     """How rows travel."""
+    pull = replace(BASE, combine="pull")
     cases = {
-        "y rows pulled by their tokens' ranks": BASE,
-        "combine in token order": replace(BASE, token_order="token"),
-        "y rows pushed by the experts' ranks, as the kernel does": replace(BASE, combine="push"),
-        "pull rotated: destination d begins with source d": replace(BASE, pull_order="rotated"),
-        "push and rotated": replace(BASE, combine="push", pull_order="rotated"),
+        "y rows pushed by the experts' ranks": BASE,
+        "pulled by their tokens' ranks": pull,
+        "pulled, combine in token order": replace(pull, token_order="token"),
+        "pushed, x rotated: destination d begins with source d": replace(BASE, pull_order="rotated"),
+        "pulled, x rotated": replace(pull, pull_order="rotated"),
         "dispatch once per route": replace(BASE, dedup=False),
         "combine once per (token, rank), results depend on W": replace(BASE, combine_per_rank=True),
     }
