@@ -169,6 +169,9 @@ def partial_tiles(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: 
 def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: bool = False) -> tuple[Buffer, ...]:
     """The CUDA backend's buffers of one rank that only its own kernels touch.
 
+    Backward uses forward's again: dY goes through ``x`` and ``x_rows``, dX through ``y_slots``, the weighted h through
+    ``h``. Rows that backward replays share ``x_rows`` with dY, their gate and up have the place of ``d_gate_up``.
+
     ``replays``: options make forward keep less than backward needs (``recompute``, or not ``save_x``).
     """
     _require("ring_rows", ring_rows, 1)
@@ -191,15 +194,6 @@ def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays
         ("partials", (partials, 2 * BLOCK_ROWS, BACKWARD_TILE_COLUMNS), _FP32),
     )
     return tuple(Buffer(name=n, shape=size, element_bytes=b) for n, size, b in sizes)
-
-
-def workspace_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: bool = False) -> tuple[Buffer, ...]:
-    """Every buffer of the workspace of one rank (bf16).
-
-    Backward uses forward's again: dY goes through ``x`` and ``x_rows``, dX through ``y_slots``, the weighted h through
-    ``h``. Rows that backward replays share ``x_rows`` with dY, their gate and up have the place of ``d_gate_up``.
-    """
-    return (*symmetric_buffers(shape, max_tokens), *scratch_buffers(shape, max_tokens, ring_rows, replays=replays))
 
 
 def workspace_bytes(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: bool = False) -> int:

@@ -23,7 +23,7 @@ SEEN = ROOT / "tests" / "data" / "flags_seen.json"
 sys.path.insert(0, str(ROOT))
 
 from mok_megatron.refusals import REFUSALS  # noqa: E402
-from scripts.update_options_doc import fill_blocks, table  # noqa: E402
+from scripts.update_options_doc import fill_blocks, table, update  # noqa: E402
 from tests.flag_cases import CASES, FlagCase, Layout  # noqa: E402
 from tests.flag_fields import OUTSIDE  # noqa: E402
 from tests.flag_refusals import ELSEWHERE, NOT_YET_IN_A_RELEASE, TRIGGERS  # noqa: E402
@@ -158,15 +158,8 @@ def render(page: str) -> str:
 def main(arguments: list[str]) -> int:
     if arguments[:1] == ["--seen"]:
         note_seen(arguments[1], map(Path, arguments[2:]))
-    page = PAGE.read_text(encoding="utf-8")
-    wanted = render(page)
-    if arguments == ["--check"]:
-        if page != wanted:
-            print(f"{PAGE.relative_to(ROOT)} does not show what the cases say: run scripts/update_flags_doc.py")
-            return 1
-        return 0
-    PAGE.write_text(wanted, encoding="utf-8")
-    return 0
+    check = arguments == ["--check"]
+    return update(PAGE, render, check=check, source="the cases say", script="scripts/update_flags_doc.py")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -60,16 +60,21 @@ def fill_blocks(page: str, blocks: dict[str, str], path: Path) -> str:
     return page
 
 
-def main(arguments: list[str]) -> int:
-    page = PAGE.read_text(encoding="utf-8")
+def update(path: Path, render: Callable[[str], str], *, check: bool, source: str, script: str) -> int:
+    """Write ``render`` of the page at ``path`` there, or only ``check`` it: 1 if it shows not what ``source``."""
+    page = path.read_text(encoding="utf-8")
     wanted = render(page)
-    if arguments == ["--check"]:
-        if page != wanted:
-            print(f"{PAGE.relative_to(ROOT)} does not show what the code says: run scripts/update_options_doc.py")
-            return 1
-        return 0
-    PAGE.write_text(wanted, encoding="utf-8")
+    if not check:
+        path.write_text(wanted, encoding="utf-8")
+    elif page != wanted:
+        print(f"{path.relative_to(ROOT)} does not show what {source}: run {script}")
+        return 1
     return 0
+
+
+def main(arguments: list[str]) -> int:
+    check = arguments == ["--check"]
+    return update(PAGE, render, check=check, source="the code says", script="scripts/update_options_doc.py")
 
 
 if __name__ == "__main__":

@@ -28,27 +28,23 @@ from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.config import MoeShape, MokConfig
 from tests import virtual_ranks
-from tests.layer_run import QUANTITIES, Inputs, eager, exact, poisoned_memory, relative_error
+from tests.layer_run import (
+    QUANTITIES,
+    Inputs,
+    assert_errs_at_most_twice_eager,
+    assert_same_bits,
+    poisoned_memory,
+    relative_error,
+)
 from tests.reference_math import Result
-from tests.routing_cases import CASES, PickExperts, RoutingCase
-from tests.virtual_ranks import VirtualRanks, inputs_of, ranks_of
+from tests.routing_cases import CASES, RoutingCase, all_to
+from tests.virtual_ranks import VirtualRanks, forward_backward, inputs_of, ranks_of
 
 TIME_LIMIT_S = 20.0
 
 
-def _to(*experts: int) -> PickExperts:
-    """All tokens go to all of these experts."""
-
-    def pick(generator: torch.Generator, total: int, num_experts: int, top_k: int) -> Tensor:
-        table = torch.zeros(total, num_experts, dtype=torch.bool)
-        table[:, list(experts)] = True
-        return table
-
-    return pick
-
-
 BUSY = RoutingCase(name="busy", tokens=(257, 200), num_experts=16, top_k=4)
-ONE_SIDED = RoutingCase(name="one_sided", tokens=(300, 211), num_experts=8, top_k=4, pick=_to(4, 5, 6, 7))
+ONE_SIDED = RoutingCase(name="one_sided", tokens=(300, 211), num_experts=8, top_k=4, pick=all_to(4, 5, 6, 7))
 
 
 def _device() -> torch.device:
@@ -155,12 +151,6 @@ def share(whole: Result, tokens: Sequence[int], rank: int) -> Result:
     return Result(whole.y[mine], whole.dx[mine], whole.dprobs[mine], whole.dw1[held], whole.dw2[held])
 
 
-def same_bits(actual: Result, expected: Result, what: object = "") -> None:
-    for name in QUANTITIES:
-        a, b = getattr(actual, name), getattr(expected, name)
-        assert torch.equal(a, b), f"{what}: {name} differs, {relative_error(a, b):.3g} relative"
-
-
 def routing(rank: int, world_size: int, name: str) -> None:
     """Real and virtual ranks agree in every bit, and with fp64 as eager torch does."""
     case = CASES[name]
@@ -168,15 +158,11 @@ def routing(rank: int, world_size: int, name: str) -> None:
     with poisoned_memory():
         whole = virtual(case, inputs)
         real = RealRank(case, inputs)
-        same_bits(real.call(real.parts(inputs)), share(whole, case.tokens, rank))
+        assert_same_bits(real.call(real.parts(inputs)), share(whole, case.tokens, rank), name)
         real.settle()
         real.close()
     if rank == 0:
-        expected, plain = exact(inputs), eager(inputs)
-        for quantity in QUANTITIES:
-            error = relative_error(getattr(whole, quantity).cpu(), getattr(expected, quantity))
-            allowed = 2 * relative_error(getattr(plain, quantity), getattr(expected, quantity))
-            assert error <= allowed, f"{quantity}: relative error {error:.3g}, twice eager torch's is {allowed:.3g}"
+        assert_errs_at_most_twice_eager(Result(*(getattr(whole, quantity).cpu() for quantity in QUANTITIES)), inputs)
 
 
 def options(rank: int, world_size: int) -> None:
@@ -194,7 +180,7 @@ def options(rank: int, world_size: int) -> None:
     )
     for choice in choices:
         real = RealRank(BUSY, inputs, **choice)
-        same_bits(real.call(real.parts(inputs)), expected, choice)
+        assert_same_bits(real.call(real.parts(inputs)), expected, choice)
         real.settle()
         real.close()
 
@@ -202,16 +188,16 @@ def options(rank: int, world_size: int) -> None:
 def ring(rank: int, world_size: int) -> None:
     """All rows are rank 1's: it passes them through a ring, rank 0 has none; also both, and with random delays."""
     rng = random.Random(7 + rank)
-    for case in (ONE_SIDED, replace(ONE_SIDED, name="other_side", pick=_to(0, 1, 2, 3)), BUSY):
+    for case in (ONE_SIDED, replace(ONE_SIDED, name="other_side", pick=all_to(0, 1, 2, 3)), BUSY):
         inputs = inputs_of(case)
         expected = share(virtual(case, inputs), case.tokens, rank)
         for rows in (128, 384):
             real = RealRank(case, inputs, ring_rows=rows)
             parts = real.parts(inputs)
-            same_bits(real.call(parts), expected, (case.name, rows))
+            assert_same_bits(real.call(parts), expected, (case.name, rows))
             for _ in range(5):
                 delays = (rng.randrange(400_000), rng.randrange(400_000))
-                same_bits(real.call(parts, poison=False, delays=delays), expected, (case.name, rows, delays))
+                assert_same_bits(real.call(parts, poison=False, delays=delays), expected, (case.name, rows, delays))
             real.settle()
             real.close()
 
@@ -229,7 +215,7 @@ def timing(rank: int, world_size: int, runs: int) -> None:
         delays = [(rng.randrange(1_000_000), rng.randrange(300_000)) for _ in range(5)]
         found = [real.call(parts, poison=False, delays=both) for both in delays]  # all are queued before one has ended
         for number, actual in enumerate(found):
-            same_bits(actual, expected, (batch, number, delays))
+            assert_same_bits(actual, expected, (batch, number, delays))
     real.settle()
     real.close()
 
@@ -245,7 +231,7 @@ def token_counts(rank: int, world_size: int) -> None:
     for repeat in range(3):
         found = [real.call(one, poison=False) for one in parts]
         for case, actual, wanted in zip(cases, found, expected, strict=True):
-            same_bits(actual, wanted, (repeat, case.tokens))
+            assert_same_bits(actual, wanted, (repeat, case.tokens))
     real.settle()
     real.close()
 
@@ -260,13 +246,7 @@ def graph(rank: int, world_size: int) -> None:
     grads = [[torch.empty_like(w, dtype=torch.float32) for w in weights] for weights in (w1, w2)]
 
     def call() -> list[Tensor]:
-        schedule = backend.build_schedule(x, probs, routing_map, layer=1)
-        y, saved = backend.forward(x, schedule, w1, w2, save=True, layer=1)
-        assert saved is not None
-        sinks = WeightGrads(w1=grads[0], w2=grads[1], accumulate=False)
-        dx, d_weights = backend.backward(dy, saved, w1, w2, sinks, needs_dx=True, layer=1)
-        assert dx is not None
-        return [y, dx, d_weights, *grads[0], *grads[1]]
+        return forward_backward(backend, x, probs, routing_map, dy, w1, w2, grads)
 
     with torch.cuda.stream(torch.cuda.Stream()):
         call()
@@ -274,7 +254,7 @@ def graph(rank: int, world_size: int) -> None:
     captured_graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured_graph, capture_error_mode="thread_local"):
         captured = call()
-    one_sided = replace(case, pick=_to(5, 6))
+    one_sided = replace(case, pick=all_to(5, 6))
     first = sum(case.tokens[:rank])
     mine = slice(first, first + case.tokens[rank])
     for seed in range(12):
@@ -300,7 +280,7 @@ def main_grad(rank: int, world_size: int) -> None:
     real = RealRank(BUSY, inputs)
     added = share(virtual(BUSY, inputs, accumulate=True), BUSY.tokens, rank)
     parts = real.parts(inputs)
-    same_bits(real.call(parts, accumulate=True), added, "accumulate")
+    assert_same_bits(real.call(parts, accumulate=True), added, "accumulate")
     alone = share(virtual(BUSY, inputs), BUSY.tokens, rank)
     x, probs, routing_map, dy, *weights = parts
     parameters = [[torch.nn.Parameter(w) for w in of_kind] for of_kind in weights]
@@ -372,12 +352,12 @@ def two_groups(rank: int, world_size: int) -> None:
     parts = [one.parts(data) for one, data in zip(real, inputs, strict=True)]
     for turn in range(6):
         which = turn % 2
-        same_bits(real[which].call(parts[which], poison=turn < 2), expected[which], (turn, which))
+        assert_same_bits(real[which].call(parts[which], poison=turn < 2), expected[which], (turn, which))
     real[0].settle()
     for which in (0, 1) if rank == 0 else (1, 0):
         real[which].close()
     again = RealRank(cases[1], inputs[1], groups[0])
-    same_bits(again.call(parts[1]), expected[1], "again")
+    assert_same_bits(again.call(parts[1]), expected[1], "again")
     again.settle()
     again.close()
     for group in groups:
@@ -412,7 +392,7 @@ def beside_other_kernels(rank: int, world_size: int) -> None:
         if turn % 2 != rank:
             reduce()
         torch.cuda.synchronize()
-        same_bits(found, expected, turn)
+        assert_same_bits(found, expected, turn)
         assert bool((summed == world_size).all())
     real.settle()
     real.close()

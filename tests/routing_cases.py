@@ -43,6 +43,17 @@ def _among(first: int, last: int) -> PickExperts:
     return pick
 
 
+def all_to(*experts: int, tokens: int | None = None) -> PickExperts:
+    """All of the first ``tokens`` (None: all) go to these experts, the others nowhere."""
+
+    def pick(generator: Generator, total: int, num_experts: int, top_k: int) -> Tensor:
+        table = torch.zeros(total, num_experts, dtype=torch.bool)
+        table[:tokens, list(experts)] = True
+        return table
+
+    return pick
+
+
 def _one_row_each(generator: Generator, tokens: int, experts: int, top_k: int) -> Tensor:
     return map_from_indices(torch.randperm(experts, generator=generator).view(tokens, top_k), experts)
 

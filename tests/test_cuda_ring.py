@@ -9,33 +9,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from mok_megatron.backends.base import WeightGrads
-from tests.layer_run import QUANTITIES, Inputs, eager, exact, poisoned_memory, relative_error
+from tests.layer_run import Inputs, assert_errs_at_most_twice_eager, assert_same_bits, poisoned_memory
 from tests.reference_math import Result
-from tests.routing_cases import CASES, PickExperts, RoutingCase
-from tests.virtual_ranks import DEVICE, VirtualRanks, inputs_of, ranks_of
+from tests.routing_cases import CASES, RoutingCase, all_to
+from tests.virtual_ranks import DEVICE, VirtualRanks, forward_backward, inputs_of, ranks_of
 
 pytestmark = pytest.mark.gpu
 
 
-def _to(*experts: int, tokens: int | None = None) -> PickExperts:
-    """All of the first ``tokens`` go to these experts, the others nowhere."""
-
-    def pick(generator: torch.Generator, total: int, num_experts: int, top_k: int) -> Tensor:
-        table = torch.zeros(total, num_experts, dtype=torch.bool)
-        table[:tokens, list(experts)] = True
-        return table
-
-    return pick
-
-
 SKEWED = {
-    "one_expert": RoutingCase(name="one_expert", tokens=(700,), num_experts=6, top_k=1, pick=_to(2)),
+    "one_expert": RoutingCase(name="one_expert", tokens=(700,), num_experts=6, top_k=1, pick=all_to(2)),
     "everybody_to_one": RoutingCase(
-        name="everybody_to_one", tokens=(300, 211, 0, 257), num_experts=8, top_k=1, pick=_to(5)
+        name="everybody_to_one", tokens=(300, 211, 0, 257), num_experts=8, top_k=1, pick=all_to(5)
     ),
     "all_to_one_rank": RoutingCase(
-        name="all_to_one_rank", tokens=(300, 211), num_experts=8, top_k=4, pick=_to(4, 5, 6, 7)
+        name="all_to_one_rank", tokens=(300, 211), num_experts=8, top_k=4, pick=all_to(4, 5, 6, 7)
     ),
     "uniform": RoutingCase(name="uniform_ring", tokens=(400, 333), num_experts=8, top_k=3),
     "one_rank": RoutingCase(name="one_rank_ring", tokens=(1023,), num_experts=12, top_k=3),
@@ -66,11 +54,6 @@ def _run(
     return Result(*(t.cpu() for t in (y, dx, dprobs, dw1, dw2)))
 
 
-def _same_bits(actual: Result, expected: Result, what: object) -> None:
-    for name in QUANTITIES:
-        assert torch.equal(getattr(actual, name), getattr(expected, name)), f"{what}: {name} differs"
-
-
 def _whole(case: RoutingCase, inputs: Inputs, dtype: torch.dtype = torch.float32) -> Result:
     ranks = ranks_of(case, inputs)
     result = _run(ranks, inputs, dtype=dtype)
@@ -87,7 +70,7 @@ def test_any_capacity_gives_the_same_bits(name: str) -> None:
     for capacity in CAPACITIES:
         for options in ({}, {"recompute": True}, {"save_x": False}, {"comm_sms": 2}):
             ranks = ranks_of(case, inputs, ring_rows=capacity, **options)
-            _same_bits(_run(ranks, inputs), expected, (capacity, options))
+            assert_same_bits(_run(ranks, inputs), expected, (capacity, options))
             ranks.close()
 
 
@@ -96,11 +79,7 @@ def test_a_ring_against_fp64(name: str) -> None:
     case = SKEWED[name]
     inputs = inputs_of(case)
     ranks = ranks_of(case, inputs, ring_rows=256)
-    actual, expected, plain = _run(ranks, inputs), exact(inputs), eager(inputs)
-    for quantity in QUANTITIES:
-        error = relative_error(getattr(actual, quantity), getattr(expected, quantity))
-        allowed = 2 * relative_error(getattr(plain, quantity), getattr(expected, quantity))
-        assert error <= allowed, f"{quantity}: relative error {error:.3g}, twice eager torch's is {allowed:.3g}"
+    assert_errs_at_most_twice_eager(_run(ranks, inputs), inputs)
     ranks.close()
 
 
@@ -110,7 +89,7 @@ def test_bf16_gradients_are_rounded_once() -> None:
     inputs = inputs_of(case)
     expected = _whole(case, inputs, torch.bfloat16)
     ranks = ranks_of(case, inputs, ring_rows=256)
-    _same_bits(_run(ranks, inputs, dtype=torch.bfloat16), expected, "bf16")
+    assert_same_bits(_run(ranks, inputs, dtype=torch.bfloat16), expected, "bf16")
     ranks.close()
 
 
@@ -123,7 +102,7 @@ def test_any_number_of_ranks(world: int) -> None:
     split = RoutingCase(name="ranks", tokens=(tokens // world,) * world, num_experts=experts, top_k=6)
     for capacity in (128, 384, 1152):
         ranks = ranks_of(split, inputs, ring_rows=capacity)
-        _same_bits(_run(ranks, inputs), expected, capacity)
+        assert_same_bits(_run(ranks, inputs), expected, capacity)
         ranks.close()
 
 
@@ -135,7 +114,7 @@ def test_whatever_the_timing() -> None:
         ranks = ranks_of(case, inputs, ring_rows=capacity)
         for _ in range(20):
             delays = [rng.randrange(0, 200_000) for _ in case.tokens]
-            _same_bits(_run(ranks, inputs, delays=delays), expected, (capacity, delays))
+            assert_same_bits(_run(ranks, inputs, delays=delays), expected, (capacity, delays))
         ranks.close()
 
 
@@ -151,13 +130,7 @@ def test_graph_replay_within_and_beyond_the_capacity() -> None:
     grads = [[torch.empty_like(w, dtype=torch.float32) for w in weights] for weights in (w1, w2)]
 
     def call() -> list[Tensor]:
-        schedule = backend.build_schedule(x, probs, routing_map, layer=1)
-        y, saved = backend.forward(x, schedule, w1, w2, save=True, layer=1)
-        assert saved is not None
-        sinks = WeightGrads(w1=grads[0], w2=grads[1], accumulate=False)
-        dx, d_weights = backend.backward(dy, saved, w1, w2, sinks, needs_dx=True, layer=1)
-        assert dx is not None
-        return [y, dx, d_weights, *grads[0], *grads[1]]
+        return forward_backward(backend, x, probs, routing_map, dy, w1, w2, grads)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -166,7 +139,7 @@ def test_graph_replay_within_and_beyond_the_capacity() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = call()
-    few = RoutingCase(name="few", tokens=(300,), num_experts=8, top_k=2, pick=_to(3, tokens=200))
+    few = RoutingCase(name="few", tokens=(300,), num_experts=8, top_k=2, pick=all_to(3, tokens=200))
     sizes = []
     for seed in range(12):
         new = inputs_of(few if seed % 2 else case, seed=200 + seed)

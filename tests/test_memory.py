@@ -27,7 +27,7 @@ def test_workspace_bytes_by_hand() -> None:
     assert sum(b.bytes for b in memory.symmetric_buffers(SMALL, 128)) == symmetric
     assert sum(b.bytes for b in memory.scratch_buffers(SMALL, 128, 1536)) == scratch
     placed = memory.workspace_bytes(SMALL, 128, 1536) - symmetric - scratch
-    count = len(memory.workspace_buffers(SMALL, 128, 1536))
+    count = len(memory.symmetric_buffers(SMALL, 128)) + len(memory.scratch_buffers(SMALL, 128, 1536))
     assert count * memory.GUARD <= placed < count * (memory.GUARD + memory.ALIGNMENT)
 
 

@@ -22,6 +22,7 @@ from tests.layer_run import (
     PLAIN,
     QUANTITIES,
     Inputs,
+    assert_errs_at_most_twice_eager,
     assert_same_bits,
     eager,
     exact,
@@ -108,14 +109,6 @@ def _check_fp32(actual: Result, inputs: Inputs) -> None:
         assert error < 1e-6, f"{name}: relative error {error:.3g}"
 
 
-def _check_bf16(actual: Result, inputs: Inputs) -> None:
-    expected, plain = exact(inputs), eager(inputs)
-    for name in QUANTITIES:
-        error = relative_error(getattr(actual, name), getattr(expected, name))
-        allowed = 2 * relative_error(getattr(plain, name), getattr(expected, name))
-        assert error <= allowed, f"{name}: relative error {error:.3g}, twice eager torch's is {allowed:.3g}"
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_fp32_against_fp64(name: str) -> None:
     _check_fp32(_result(name, torch.float32), _inputs(name, torch.float32))
@@ -123,7 +116,7 @@ def test_fp32_against_fp64(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_within_twice_the_error_of_eager_torch(name: str) -> None:
-    _check_bf16(_result(name, torch.bfloat16), _inputs(name, torch.bfloat16))
+    assert_errs_at_most_twice_eager(_result(name, torch.bfloat16), _inputs(name, torch.bfloat16))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -154,7 +147,7 @@ def test_clamp_and_offset() -> None:
     assert 0.2 < (up.abs() > CLAMPED.clamp).float().mean() < 0.8
     _check_fp32(_alone(inputs), inputs)
     rounded = _inputs("w1_uniform", torch.bfloat16, CLAMPED)
-    _check_bf16(_alone(rounded), rounded)
+    assert_errs_at_most_twice_eager(_alone(rounded), rounded)
 
 
 def test_limits_are_inclusive_as_in_torch_clamp() -> None:

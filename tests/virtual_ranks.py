@@ -184,6 +184,26 @@ class VirtualRanks:
             backend.close()
 
 
+def forward_backward(
+    backend: CudaBackend,
+    x: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    dy: Tensor,
+    w1: list[Tensor],
+    w2: list[Tensor],
+    grads: Sequence[list[Tensor]],
+) -> list[Tensor]:
+    """One call of one rank, gradients into ``grads``: y, dx, d_weights ``[T, K]``, dW1 and dW2 of each expert."""
+    schedule = backend.build_schedule(x, probs, routing_map, layer=1)
+    y, saved = backend.forward(x, schedule, w1, w2, save=True, layer=1)
+    assert saved is not None
+    sinks = WeightGrads(w1=grads[0], w2=grads[1], accumulate=False)
+    dx, d_weights = backend.backward(dy, saved, w1, w2, sinks, needs_dx=True, layer=1)
+    assert dx is not None
+    return [y, dx, d_weights, *grads[0], *grads[1]]
+
+
 def inputs_of(
     case: RoutingCase,
     activation: Activation = PLAIN,

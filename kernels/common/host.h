@@ -19,6 +19,15 @@ inline const char* check_cuda(const char* what, cudaError_t status) {
   return status == cudaSuccess ? nullptr : error_text(what, cudaGetErrorString(status));
 }
 
+// Loads kernels onto the current device now: loaded lazily, at their first launch, they could wait for a kernel that
+// waits for them. Null, or why they cannot run there.
+template <class... Kernels> const char* load_kernels(const char* what, Kernels... kernels) {
+  const char* error = nullptr;
+  cudaFuncAttributes attributes;
+  ((error = error != nullptr ? error : check_cuda(what, cudaFuncGetAttributes(&attributes, kernels))), ...);
+  return error;
+}
+
 inline const char* check_launch(const char* what) { return check_cuda(what, cudaGetLastError()); }
 
 // Launches a kernel that may be set up while the one before it ends; it waits with cudaGridDependencySynchronize.

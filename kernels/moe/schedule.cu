@@ -384,12 +384,10 @@ extern "C" const char* mok_reopen(const mok::ReopenParams* params, void* stream_
   return check_launch("reopen kernel");
 }
 
-// As mok_load_forward, for the schedule kernels.
 extern "C" const char* mok_load_schedule() {
   using namespace mok;
-  cudaFuncAttributes attributes;
-  if (const char* error = check_cuda("route kernel", cudaFuncGetAttributes(&attributes, route_kernel))) return error;
-  if (const char* error = check_cuda("layout kernel", cudaFuncGetAttributes(&attributes, layout_kernel))) return error;
-  if (const char* error = check_cuda("reopen kernel", cudaFuncGetAttributes(&attributes, reopen_kernel))) return error;
-  return check_cuda("assign kernel", cudaFuncGetAttributes(&attributes, assign_kernel));
+  if (const char* error = load_kernels("route kernel", route_kernel)) return error;
+  if (const char* error = load_kernels("layout kernel", layout_kernel)) return error;
+  if (const char* error = load_kernels("reopen kernel", reopen_kernel)) return error;
+  return load_kernels("assign kernel", assign_kernel);
 }

@@ -371,12 +371,7 @@ extern "C" const char* mok_backward(const mok::BackwardParams* params, void* str
   return launch_program("backward kernel", kernel, *params, maps, static_cast<cudaStream_t>(stream));
 }
 
-// As mok_load_forward.
 extern "C" const char* mok_load_backward() {
   using namespace mok;
-  cudaFuncAttributes attributes;
-  if (const char* error =
-          check_cuda("backward kernel", cudaFuncGetAttributes(&attributes, sm90::backward_kernel<false>)))
-    return error;
-  return check_cuda("backward kernel", cudaFuncGetAttributes(&attributes, sm90::backward_kernel<true>));
+  return load_kernels("backward kernel", sm90::backward_kernel<false>, sm90::backward_kernel<true>);
 }

@@ -167,12 +167,7 @@ extern "C" const char* mok_forward(const mok::ForwardParams* params, void* strea
   return launch_program("forward kernel", kernel, *params, maps, static_cast<cudaStream_t>(stream));
 }
 
-// Loads the kernels for the current device now: loaded lazily, at their first launch, they could wait for a kernel that
-// waits for them. Returns null, or why this library cannot run there.
 extern "C" const char* mok_load_forward() {
   using namespace mok;
-  cudaFuncAttributes attributes;
-  if (const char* error = check_cuda("forward kernel", cudaFuncGetAttributes(&attributes, sm90::forward_kernel<false>)))
-    return error;
-  return check_cuda("forward kernel", cudaFuncGetAttributes(&attributes, sm90::forward_kernel<true>));
+  return load_kernels("forward kernel", sm90::forward_kernel<false>, sm90::forward_kernel<true>);
 }
