@@ -43,9 +43,9 @@ const AbiEntry kAbi[] = {
     MOK_OFFSET(BackwardParams, dy),
     MOK_OFFSET(BackwardParams, w1_maps),
     MOK_OFFSET(BackwardParams, partials),
-    MOK_OFFSET(BackwardParams, d_weights),
+    MOK_OFFSET(BackwardParams, d_probs),
     MOK_OFFSET(BackwardParams, intermediate),
-    MOK_OFFSET(BackwardParams, wants_dx),
+    MOK_OFFSET(BackwardParams, probs_type),
 };
 
 } // namespace

@@ -201,7 +201,8 @@ struct BackwardParams {
   void* const* w1_grads;           // [e] addresses of [2I, H] in grad_type, null where frozen; null: all are
   void* const* w2_grads;           // [e] addresses of [H, I]
   void* dx;                        // bf16 [T, H], where wanted
-  float* d_weights;                // [T, K]
+  const int32_t* experts;          // [T, K]
+  void* d_probs;                   // [T, E] in probs_type, 0 off-route, or null: not wanted
   int32_t intermediate;            // I
   int32_t lag;
   int32_t sms;
@@ -211,7 +212,7 @@ struct BackwardParams {
   int32_t grad_type;  // GradType of every weight gradient of the call
   int32_t accumulate; // add to what is there
   int32_t wants_dx;   // the same on every rank, also where T is 0
-  int32_t unused;
+  int32_t probs_type; // ProbsType
 };
 
 } // namespace mok

@@ -162,7 +162,10 @@ class _Experts(torch.autograd.Function):
             _Sinks(call.w2.parameters, needs_weights[split:], call.fuse),
         )
         accumulate = any(part.fused for part in sinks)
-        dx, d_weights = call.backend.backward(
+        dprobs = None
+        if needs_dprobs:
+            dprobs = dy.new_empty(dy.shape[0], call.backend.shape.num_experts, dtype=ctx.probs_dtype)
+        dx = call.backend.backward(
             dy.contiguous(),
             saved,
             call.w1.split(weights[:split]),
@@ -173,12 +176,9 @@ class _Experts(torch.autograd.Function):
                 accumulate=accumulate,
             ),
             needs_dx=needs_dx,
+            dprobs=dprobs,
             layer=call.layer,
         )
-        dprobs = None
-        if needs_dprobs:
-            num_experts = call.backend.shape.num_experts
-            dprobs = _scatter_to_experts(schedule.experts, d_weights, num_experts, ctx.probs_dtype)
         return None, None, dx, dprobs, *sinks[0].returned(), *sinks[1].returned()
 
 
@@ -247,12 +247,3 @@ def _split_sinks(params: ExpertParams, tensors: Sequence[Tensor | None]) -> list
     if tensors[0] is None:
         return [None] * params.num_experts
     return list(params.split([tensors[0].view(params.parameters[0].shape)]))
-
-
-def _scatter_to_experts(experts: Tensor, d_weights: Tensor, num_experts: int, dtype: torch.dtype) -> Tensor:
-    """``experts [T, K]``, ``d_weights [T, K]`` -> ``[T, E]``, 0 off-route. Absent slots fall into a dropped column."""
-    dense = d_weights.new_zeros(experts.shape[0], num_experts + 1)
-    columns = torch.empty_like(experts, dtype=torch.int64)
-    torch.remainder(experts, num_experts + 1, out=columns)  # -1 becomes the last one
-    dense.scatter_(1, columns, d_weights)
-    return dense.narrow(1, 0, num_experts).to(dtype).contiguous()

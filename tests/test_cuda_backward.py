@@ -311,6 +311,31 @@ def test_no_growth_over_many_calls() -> None:
     ranks.close()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_gradients_of_probabilities_have_their_dtype(dtype: torch.dtype) -> None:
+    """Rounded once from the fp32 sum, 0 off-route; tokens without a route have a row of zeros."""
+    torch.use_deterministic_algorithms(False)
+    ranks, inputs = _layer()
+    routing_map = inputs.routing_map.clone()
+    routing_map[::7] = False
+    inputs = replace(inputs, probs=(inputs.probs * routing_map).to(dtype).float(), routing_map=routing_map)
+    backend = ranks.backends[0]
+    w1, w2 = list(inputs.w1.to(DEVICE)), list(inputs.w2.to(DEVICE))
+    x, probs, routes, dy = (t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.dy))
+    grads = WeightGrads(w1=[None] * 8, w2=[None] * 8, accumulate=False)
+    found = []
+    for kind in (torch.float32, dtype):
+        dprobs = torch.full(probs.shape, float("nan"), dtype=kind, device=DEVICE)
+        schedule = backend.build_schedule(x, probs.to(kind), routes, layer=1)
+        saved = backend.forward(x, schedule, w1, w2, save=True, layer=1)[1]
+        assert saved is not None
+        backend.backward(dy, saved, w1, w2, grads, needs_dx=False, dprobs=dprobs, layer=1)
+        found.append(dprobs)
+    assert torch.equal(found[1], found[0].to(dtype))
+    assert bool((found[0][~routes] == 0).all()) and bool((found[0][routes] != 0).any())
+    ranks.close()
+
+
 @pytest.mark.parametrize("options", [{}, {"save_x": False}, {"recompute": True}, {"ring_rows": 1024}], ids=str)
 def test_memory_is_what_the_formulas_say(options: dict[str, object]) -> None:
     """``memory.saved_bytes`` is kept from forward to backward; beyond that both make nothing but their results."""
@@ -323,7 +348,7 @@ def test_memory_is_what_the_formulas_say(options: dict[str, object]) -> None:
     x, probs, routing_map, dy = (t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.dy))
     w1, w2 = list(inputs.w1.to(DEVICE)), list(inputs.w2.to(DEVICE))
     grads = WeightGrads(w1=[torch.empty_like(w) for w in w1], w2=[torch.empty_like(w) for w in w2], accumulate=False)
-    config = backend.config
+    config, dprobs = backend.config, torch.empty_like(probs)
     kept = memory.saved_bytes(
         backend.shape, tokens, backend.sizes(tokens).ring_rows, recompute=config.recompute, save_x=config.save_x
     )
@@ -341,7 +366,7 @@ def test_memory_is_what_the_formulas_say(options: dict[str, object]) -> None:
         between = torch.cuda.memory_allocated() - before
         assert saved is not None
         torch.cuda.reset_peak_memory_stats()
-        backend.backward(dy, saved, w1, w2, grads, needs_dx=True, layer=1)
+        backend.backward(dy, saved, w1, w2, grads, needs_dx=True, dprobs=dprobs, layer=1)
         return forward_peak, between, torch.cuda.max_memory_allocated() - before
 
     run()  # tables of addresses
@@ -349,6 +374,5 @@ def test_memory_is_what_the_formulas_say(options: dict[str, object]) -> None:
     rounding = 16 * 512
     assert kept <= between <= kept + rounding
     assert kept + result <= forward_peak <= kept + result + rounding
-    d_weights = tokens * 2 * 4
-    assert kept + result <= backward_peak <= kept + result + d_weights + rounding
+    assert kept + result <= backward_peak <= kept + result + rounding
     ranks.close()

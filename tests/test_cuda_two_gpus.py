@@ -66,7 +66,7 @@ def forward(backend, layer=5):
     schedule = backend.build_schedule(x, probs, routing, layer=layer)
     return backend.forward(x, schedule, w1, w2, save=True, layer=layer)
 def backward(backend, saved, layer=5):
-    backend.backward(x, saved, w1, w2, grads, needs_dx=True, layer=layer)
+    backend.backward(x, saved, w1, w2, grads, needs_dx=True, dprobs=None, layer=layer)
 def step(backend, layer=5):
     backward(backend, forward(backend, layer)[1], layer)
     torch.cuda.synchronize()

@@ -43,7 +43,7 @@ def _call(backend: CudaBackend, tokens: int, *, backward: bool = True) -> Saved:
     assert saved is not None
     if backward:
         grads = WeightGrads(w1=[torch.zeros(128, 128)] * 2, w2=[torch.zeros(128, 64)] * 2, accumulate=True)
-        backend.backward(y, saved, w1, w2, grads, needs_dx=True, layer=1)
+        backend.backward(y, saved, w1, w2, grads, needs_dx=True, dprobs=torch.empty_like(probs), layer=1)
     return saved
 
 
@@ -133,10 +133,11 @@ def test_backward_works_in_the_capacity_of_its_forward(gpu: FakeGpu, monkeypatch
     _call(backend, 1000)
     grads = WeightGrads(w1=[torch.zeros(128, 128)] * 2, w2=[torch.zeros(128, 64)] * 2, accumulate=True)
     w1, w2 = [bf16(128, 128) for _ in range(2)], [bf16(128, 64) for _ in range(2)]
-    backend.backward(bf16(200, 128), saved, w1, w2, grads, needs_dx=False, layer=1)
+    backend.backward(bf16(200, 128), saved, w1, w2, grads, needs_dx=False, dprobs=None, layer=1)
     for params in library.params[-2:]:
         assert (params.call.capacity, params.call.max_rows) == (forward.call.capacity, forward.call.max_rows)
     assert library.params[-1].dx is None and not library.params[-1].wants_dx
+    assert library.params[-1].d_probs is None
 
 
 def test_launches_go_to_the_tensors_device(gpu: FakeGpu) -> None:

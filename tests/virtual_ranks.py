@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from mok_megatron import memory
-from mok_megatron.autograd import _scatter_to_experts
 from mok_megatron.backends.base import Saved, WeightGrads
 from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
 from mok_megatron.backends.workspace import Workspace
@@ -160,23 +159,24 @@ class VirtualRanks:
             held = slice(rank * local, (rank + 1) * local)
             grads = WeightGrads(w1=list(dw1[held]), w2=list(dw2[held]), accumulate=accumulate)
             backend.prepare(list(w1[held]), list(w2[held]), grads)
-            jobs.append((backend, list(w1[held]), list(w2[held]), grads))
-        results = []
+            dprobs = torch.full((counts[rank], self.shape.num_experts), float("nan"), device=DEVICE)
+            jobs.append((backend, list(w1[held]), list(w2[held]), grads, dprobs))
+        dx = []
         torch.cuda.synchronize()
-        for rank, (backend, first, second, grads) in enumerate(jobs):
+        for rank, (backend, first, second, grads, dprobs) in enumerate(jobs):
             saved = outputs[rank].saved
             assert saved is not None
             with torch.cuda.stream(self.streams[rank]):
                 if delays is not None:
                     torch.cuda._sleep(delays[rank])
-                results.append(backend.backward(parts[rank], saved, first, second, grads, needs_dx=needs_dx, layer=1))
+                dx.append(
+                    backend.backward(
+                        parts[rank], saved, first, second, grads, needs_dx=needs_dx, dprobs=dprobs, layer=1
+                    )
+                )
         torch.cuda.synchronize()
-        dprobs = [
-            _scatter_to_experts(output.schedule.experts, result[1], self.shape.num_experts, torch.float32)
-            for output, result in zip(outputs, results, strict=True)
-        ]
-        dx = [result[0] for result in results if result[0] is not None]
-        return torch.cat(dx) if dx else torch.empty(0), torch.cat(dprobs)
+        of_all = [rows for rows in dx if rows is not None]
+        return torch.cat(of_all) if of_all else torch.empty(0), torch.cat([job[-1] for job in jobs])
 
     def close(self) -> None:
         """Free the workspaces."""
@@ -194,14 +194,15 @@ def forward_backward(
     w2: list[Tensor],
     grads: Sequence[list[Tensor]],
 ) -> list[Tensor]:
-    """One call of one rank, gradients into ``grads``: y, dx, d_weights ``[T, K]``, dW1 and dW2 of each expert."""
+    """One call of one rank, gradients into ``grads``: y, dx, dprobs ``[T, E]``, dW1 and dW2 of each expert."""
     schedule = backend.build_schedule(x, probs, routing_map, layer=1)
     y, saved = backend.forward(x, schedule, w1, w2, save=True, layer=1)
     assert saved is not None
     sinks = WeightGrads(w1=grads[0], w2=grads[1], accumulate=False)
-    dx, d_weights = backend.backward(dy, saved, w1, w2, sinks, needs_dx=True, layer=1)
+    dprobs = torch.empty_like(probs)
+    dx = backend.backward(dy, saved, w1, w2, sinks, needs_dx=True, dprobs=dprobs, layer=1)
     assert dx is not None
-    return [y, dx, d_weights, *grads[0], *grads[1]]
+    return [y, dx, dprobs, *grads[0], *grads[1]]
 
 
 def inputs_of(

@@ -33,15 +33,16 @@ struct TokenSums {
 
 // No further result per slot.
 struct NoSlotSums {
-  __device__ __forceinline__ void operator()(int64_t /*slot*/, bool /*present*/) const {}
+  __device__ __forceinline__ void begin(int32_t /*token*/) const {}
+  __device__ __forceinline__ void add(int32_t /*token*/, int64_t /*slot*/) const {}
 };
 
 // out[t] = sum over k, ascending, of weight[t, k] * row of slot (t, k): fp32, one rounding. A warp takes whole tokens
-// from a ticket, those first whose experts come first; `per_slot(slot, present)` is called by one lane per slot, when
-// the row is complete or the route is absent.
-template <bool kSystem, class PerSlot>
+// from a ticket, those first whose experts come first; `sums.begin(token)` is called by all lanes, then
+// `sums.add(token, slot)` by one lane per route, when its row is complete.
+template <bool kSystem, class SlotSums>
 __device__ __forceinline__ void combine_tokens(const CallParams& call, const TokenSums& t, uint32_t* tickets,
-                                               uint32_t epoch, PerSlot per_slot) {
+                                               uint32_t epoch, const SlotSums& sums) {
   constexpr int32_t kInFlight = 8;
   const int32_t lane = threadIdx.x % 32, vectors = call.hidden / 8;
   const int64_t row_blocks = call.max_rows / kBlockRows;
@@ -52,6 +53,8 @@ __device__ __forceinline__ void combine_tokens(const CallParams& call, const Tok
     ticket = __shfl_sync(~0u, ticket, 0);
     if (ticket >= call.tokens) return;
     const int32_t token = t.token_order == nullptr ? ticket : t.token_order[ticket];
+    sums.begin(token);
+    __syncwarp();
     const uint4* source = nullptr;
     float weight = 0.0f;
     if (lane < call.top_k) {
@@ -62,8 +65,8 @@ __device__ __forceinline__ void combine_tokens(const CallParams& call, const Tok
         wait_count<kSystem>(call, done + row / kBlockRows, t.columns, Phase::kCombine, rank, row / kBlockRows);
         source = slots + slot * vectors;
         weight = t.weights == nullptr ? 1.0f : t.weights[slot];
+        sums.add(token, slot);
       }
-      per_slot(slot, rank >= 0);
     }
     __syncwarp();
     if (t.out == nullptr) continue;

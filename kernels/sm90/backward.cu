@@ -16,6 +16,37 @@ struct BackwardMaps {
   CUtensorMap d_gate_up_halves; // [C, 2, I], to write
 };
 
+// Rows of the gradient of the router's probabilities, from the parts that column tiles have left in the tokens' slots.
+struct ProbsGrad {
+  const BackwardParams& p;
+  int32_t parts;
+
+  __device__ __forceinline__ void store(int32_t token, int32_t expert, float value) const {
+    const int64_t index = static_cast<int64_t>(token) * p.call.experts + expert;
+    switch (static_cast<ProbsType>(p.probs_type)) {
+    case ProbsType::kBfloat16:
+      static_cast<__nv_bfloat16*>(p.d_probs)[index] = __float2bfloat16(value);
+      break;
+    case ProbsType::kFloat64:
+      static_cast<double*>(p.d_probs)[index] = value;
+      break;
+    default:
+      static_cast<float*>(p.d_probs)[index] = value;
+    }
+  }
+  __device__ __forceinline__ void begin(int32_t token) const {
+    if (p.d_probs == nullptr) return;
+    for (int32_t expert = threadIdx.x % 32; expert < p.call.experts; expert += 32) store(token, expert, 0.0f);
+  }
+  __device__ __forceinline__ void add(int32_t token, int64_t slot) const {
+    if (p.d_probs == nullptr) return;
+    float sum = 0.0f;
+    const float* of_slot = at<float>(p.call.local, p.call.layout.d_weight_parts) + slot * parts;
+    for (int32_t part = 0; part < parts; ++part) sum += __ldcg(of_slot + part);
+    store(token, p.experts[slot], sum);
+  }
+};
+
 template <bool kSystem> struct Backward {
   const BackwardParams& p;
   const BackwardMaps& maps;
@@ -272,15 +303,9 @@ template <bool kSystem> struct Backward {
 
   __device__ void combine() const {
     const auto columns = static_cast<uint32_t>(p.wants_dx != 0 ? fc2_columns : fc1_columns);
-    const auto sum_parts = [this](int64_t slot, bool present) {
-      float sum = 0.0f;
-      const float* parts = at<const float>(p.call.local, p.call.layout.d_weight_parts) + slot * fc1_columns;
-      for (int32_t part = 0; part < fc1_columns && present; ++part) sum += __ldcg(parts + part);
-      p.d_weights[slot] = sum;
-    };
     combine_tokens<kSystem>(
         p.call, {nullptr, p.slot_dst_rank, p.slot_dst_row, nullptr, p.wants_dx != 0 ? p.dx : nullptr, columns},
-        p.counters, epoch, sum_parts);
+        p.counters, epoch, ProbsGrad{p, fc1_columns});
   }
 
   __device__ SourceTable sources() const { return {nullptr, p.row_src_rank, p.row_src_slot}; }

@@ -177,7 +177,8 @@ class BackwardParams(Structure):
         ("w1_grads", c_void_p),
         ("w2_grads", c_void_p),
         ("dx", c_void_p),
-        ("d_weights", c_void_p),
+        ("experts", c_void_p),
+        ("d_probs", c_void_p),
         ("intermediate", c_int32),
         ("lag", c_int32),
         ("sms", c_int32),
@@ -187,7 +188,7 @@ class BackwardParams(Structure):
         ("grad_type", c_int32),
         ("accumulate", c_int32),
         ("wants_dx", c_int32),
-        ("unused", c_int32),
+        ("probs_type", c_int32),
     )
 
 

@@ -88,11 +88,13 @@ class Backend(Protocol):
         grads: WeightGrads,
         *,
         needs_dx: bool,
+        dprobs: Tensor | None,
         layer: int,
-    ) -> tuple[Tensor | None, Tensor]:
-        """``dy [T, H]`` -> ``dx [T, H]`` (None unless ``needs_dx``) and ``d_weights [T, K]``, typed as the weights.
+    ) -> Tensor | None:
+        """``dy [T, H]`` -> ``dx [T, H]`` (None unless ``needs_dx``).
 
-        ``needs_dx`` is the same on every rank of the group.
+        ``dprobs [T, E]`` contiguous, fp32, bf16 or fp64, where wanted, is overwritten with the gradient of the router's
+        probabilities, 0 where a token has no route. ``needs_dx`` is the same on every rank of the group.
         """
         ...
 

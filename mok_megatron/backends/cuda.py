@@ -182,8 +182,9 @@ class CudaBackend:
         grads: WeightGrads,
         *,
         needs_dx: bool,
+        dprobs: Tensor | None,
         layer: int,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> Tensor | None:
         """See ``Backend.backward``. The kernel itself replays rows that forward did not keep."""
         schedule = saved.schedule
         check_operand("dy", dy, (schedule.slots.shape[1], self.shape.hidden), self.device, layer)
@@ -194,7 +195,6 @@ class CudaBackend:
         kept = x_rows is not None and gate_up is not None
         self._launches.reopen(dy, saved.x, schedule, capacity=capacity, kept=kept, calling=calling)
         dx = torch.empty_like(dy) if needs_dx else None
-        d_weights = torch.empty_like(schedule.weights)
         self._launches.backward(
             dy,
             saved.x,
@@ -205,10 +205,10 @@ class CudaBackend:
             gate_up=gate_up,
             grads=targets,
             dx=dx,
-            d_weights=d_weights,
+            dprobs=dprobs,
             calling=calling,
         )
-        return dx, d_weights
+        return dx
 
     def close(self) -> None:
         """Free the workspace; graphs that hold its addresses must not be replayed any more. Idempotent."""

@@ -191,10 +191,10 @@ class Launches:
         gate_up: Tensor | None,
         grads: GradTargets,
         dx: Tensor | None,
-        d_weights: Tensor,
+        dprobs: Tensor | None,
         calling: Calling,
     ) -> None:
-        """``dx [T, H]``, ``d_weights [T, K]`` and the weight gradients, in the call that ``reopen`` opened."""
+        """``dx [T, H]``, ``dprobs [T, E]`` and the weight gradients, in the call that ``reopen`` opened."""
         params = self._backward
         self._open(params.call, schedule, calling, capacity)
         params.dy, params.x = dy.data_ptr(), x.data_ptr()
@@ -208,7 +208,9 @@ class Launches:
         params.grad_type, params.accumulate = grads.type, grads.accumulate
         params.dx = None if dx is None else dx.data_ptr()
         params.wants_dx = dx is not None
-        params.d_weights = d_weights.data_ptr()
+        params.experts = schedule.slots.data_ptr()
+        params.d_probs = None if dprobs is None else dprobs.data_ptr()
+        params.probs_type = 0 if dprobs is None else PROBS_TYPES[dprobs.dtype]
         params.lag = self._lag(dy.shape[0], memory.BACKWARD_TILE_COLUMNS)
         self._launch(params, calling)
 

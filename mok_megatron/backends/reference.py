@@ -103,8 +103,9 @@ class ReferenceBackend:
         grads: WeightGrads,
         *,
         needs_dx: bool,
+        dprobs: Tensor | None,
         layer: int,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> Tensor | None:
         """See ``Backend.backward``."""
         schedule = saved.schedule
         self._check(dy, "dy", schedule, w1, w2, layer)
@@ -126,7 +127,9 @@ class ReferenceBackend:
             self._weight_grads(grads.w1, d_gate_up, x_rows, schedule, grads.accumulate)
             self._weight_grads(grads.w2, dy_rows, (hidden * weight_rows).to(self.dtype), schedule, grads.accumulate)
         d_weights = mover.collect_slots(d_weight_rows)
-        return None if dx_rows is None else mover.combine(dx_rows, None, self._accumulate), d_weights
+        if dprobs is not None:
+            dprobs.copy_(_on_experts(schedule.experts, d_weights, dprobs.shape[1]))
+        return None if dx_rows is None else mover.combine(dx_rows, None, self._accumulate)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -223,6 +226,13 @@ class _Swiglu:
             d_gate = torch.where(self._gate <= self._clamp, d_gate, 0)
             d_up = torch.where(self._up.abs() <= self._clamp, d_up, 0)
         return torch.cat([d_gate, d_up], dim=1)
+
+
+def _on_experts(experts: Tensor, d_weights: Tensor, num_experts: int) -> Tensor:
+    """``experts [T, K]``, ``d_weights [T, K]`` -> ``[T, E]``, 0 off-route. Absent slots fall into a dropped column."""
+    dense = d_weights.new_zeros(experts.shape[0], num_experts + 1)
+    dense.scatter_(1, torch.where(experts < 0, num_experts, experts).long(), d_weights)
+    return dense[:, :num_experts]
 
 
 def _groups(schedule: Schedule) -> Iterator[tuple[int, int]]:
