@@ -1,4 +1,4 @@
-// C ABI besides the launches: what was compiled, and tensor maps of the expert weights.
+// C ABI besides the launches: what was compiled, and tensor maps of the expert weights and their gradients.
 #include "common/host.h"
 #include "params.h"
 
@@ -43,6 +43,7 @@ const AbiEntry kAbi[] = {
     MOK_OFFSET(BackwardParams, dy),
     MOK_OFFSET(BackwardParams, w1_maps),
     MOK_OFFSET(BackwardParams, partials),
+    MOK_OFFSET(BackwardParams, w1_grad_maps),
     MOK_OFFSET(BackwardParams, d_probs),
     MOK_OFFSET(BackwardParams, intermediate),
     MOK_OFFSET(BackwardParams, probs_type),
@@ -59,21 +60,24 @@ extern "C" int64_t mok_abi(int32_t index, const char** name) {
   return kAbi[index].value;
 }
 
-// Tensor maps of `count` row-major bf16 matrices [parts * rows, columns] at `matrices` (device addresses), written to
-// `maps` (host, 128 bytes each), in boxes of box_rows x 64. With parts = 2 the map has a third dimension (gate, up), so
-// that boxes end at `rows`.
-extern "C" const char* mok_encode_weights(void* maps, const void* const* matrices, int32_t count, int32_t parts,
-                                          int32_t rows, int32_t columns, int32_t box_rows) {
+// Tensor maps of `count` row-major matrices [parts * rows, columns] at `matrices` (device addresses; null ones get no
+// map), written to `maps` (host, 128 bytes each), in boxes of box_rows x 128 bytes. Elements are of `bytes`: 2 bf16,
+// 4 fp32. With parts = 2 the map has a third dimension (gate, up), so that boxes end at `rows`.
+extern "C" const char* mok_encode_matrices(void* maps, const void* const* matrices, int32_t count, int32_t bytes,
+                                           int32_t parts, int32_t rows, int32_t columns, int32_t box_rows) {
   using namespace mok;
-  constexpr uint32_t kBoxColumns = 64;
-  const auto c = static_cast<uint64_t>(columns), r = static_cast<uint64_t>(rows);
+  constexpr uint32_t kBoxBytes = 128;
+  const auto c = static_cast<uint64_t>(columns), r = static_cast<uint64_t>(rows),
+             element = static_cast<uint64_t>(bytes);
   for (int32_t i = 0; i < count; ++i) {
+    if (matrices[i] == nullptr) continue;
     CUtensorMap map;
     const MapSpec spec = {matrices[i],
                           parts == 1 ? 2 : 3,
                           {c, r, static_cast<uint64_t>(parts)},
-                          {2 * c, 2 * c * r},
-                          {kBoxColumns, static_cast<uint32_t>(box_rows), 1}};
+                          {element * c, element * c * r},
+                          {kBoxBytes / static_cast<uint32_t>(bytes), static_cast<uint32_t>(box_rows), 1},
+                          bytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16};
     if (const char* error = encode_map(&map, spec)) return error;
     std::memcpy(static_cast<uint8_t*>(maps) + sizeof(map) * i, &map, sizeof(map));
   }

@@ -59,7 +59,7 @@ class FakeLibrary:
         self.launched.append((type(params), self._gpu.current, stream))
         self.params.append(type(params).from_buffer_copy(params))
 
-    def encode_weights(self, maps: int, matrices: list[int], **sizes: int) -> None:
+    def encode_matrices(self, maps: int, matrices: list[int], **sizes: int) -> None:
         self.encoded.append((maps, matrices, sizes))
 
 

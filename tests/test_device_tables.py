@@ -81,25 +81,45 @@ def test_a_table_that_a_graph_read_outlives_eviction(gpu: FakeGpu, monkeypatch: 
     assert not tables._of_graphs and not tables._entries
 
 
-def _grads(w1: Any, w2: Any) -> WeightGrads:
-    return WeightGrads(w1=w1, w2=w2, accumulate=True)
+def _grads(w1: Any, w2: Any, *, accumulate: bool = True) -> WeightGrads:
+    return WeightGrads(w1=w1, w2=w2, accumulate=accumulate)
+
+
+def _grad_tables(gpu: FakeGpu, library: FakeLibrary | None = None) -> GradTables:
+    return GradTables(library or FakeLibrary(gpu), SHAPE, CPU)  # type: ignore[arg-type]
 
 
 def test_gradient_tables_hold_addresses_and_zeros(gpu: FakeGpu) -> None:
-    tables = GradTables(SHAPE, CPU)
+    tables = _grad_tables(gpu)
     first, second = bf16(128, 128), bf16(128, 64)
-    assert tables.of(_grads([None, None], [None, None]), _calling()) == GradTargets(None, None, 0, True)
+    assert tables.of(_grads([None, None], [None, None]), _calling()) == GradTargets(None, None, None, None, 0, True)
     targets = tables.of(_grads([first, None], [None, second]), _calling())
     (entry,) = tables._tables._entries.values()
     assert entry.device.tolist() == [first.data_ptr(), 0, 0, second.data_ptr()]
-    assert targets == GradTargets(entry.device.data_ptr(), entry.device.data_ptr() + 16, 1, True)
+    assert targets == GradTargets(entry.device.data_ptr(), entry.device.data_ptr() + 16, None, None, 1, True)
     assert tables.of(_grads([first, None], [None, None]), _calling()).w2 is None
     assert tables.of(_grads([None, None], [None, second]), _calling()).w1 is None
 
 
+def test_fp32_gradients_that_are_added_to_have_maps(gpu: FakeGpu) -> None:
+    library = FakeLibrary(gpu)
+    tables, first, second = _grad_tables(gpu, library), torch.zeros(128, 128), torch.zeros(128, 64)
+    grads = ([first, None], [None, second])
+    new = tables.of(_grads(*grads, accumulate=False), _calling())
+    assert new.w1_maps is new.w2_maps is None and library.encoded == []
+    added = tables.of(_grads(*grads), _calling())
+    entry = list(tables._tables._entries.values())[-1]
+    assert entry.device.view(torch.int64)[:4].tolist() == [first.data_ptr(), 0, 0, second.data_ptr()]
+    begin, (of_w1, of_w2) = entry.device.data_ptr(), library.encoded
+    assert (added.w1, added.w2, added.w1_maps, added.w2_maps) == (begin, begin + 16, begin + 128, begin + 384)
+    assert entry.device.numel() == 640 and of_w2[0] - of_w1[0] == 256
+    assert of_w1[1:] == ([first.data_ptr(), 0], {"bytes_": 4, "rows": 128, "columns": 128, "box_rows": 64})
+    assert of_w2[1:] == ([0, second.data_ptr()], {"bytes_": 4, "rows": 128, "columns": 64, "box_rows": 64})
+
+
 def test_memory_used_again_with_another_dtype_is_checked_again(gpu: FakeGpu) -> None:
     """At one address: bf16 gradients that fit, then fp32 ones with rows of half the length."""
-    tables, memory = GradTables(SHAPE, CPU), bf16(128, 128)
+    tables, memory = _grad_tables(gpu), bf16(128, 128)
     assert tables.of(_grads([memory, None], [None, None]), _calling()).type == 1
     again = memory.view(torch.float32)
     with pytest.raises(ValueError, match=r"layer 3: the gradient of w1\[0\] must be contiguous \[128, 128\]"):
@@ -169,7 +189,7 @@ def test_operands_that_the_copy_engine_cannot_read(tensor: torch.Tensor, message
     ],
 )
 def test_gradients_that_the_kernel_cannot_write(gpu: FakeGpu, w1: Any, w2: Any, message: str) -> None:
-    tables = GradTables(SHAPE, CPU)
+    tables = _grad_tables(gpu)
     for _ in range(2):
         with pytest.raises(ValueError, match=message):
             tables.of(_grads(w1, w2), _calling(5))

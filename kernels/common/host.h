@@ -47,13 +47,14 @@ const char* launch_after(const char* what, void (*kernel)(Parameters...), unsign
   return check_cuda(what, cudaLaunchKernelEx(&config, kernel, arguments...));
 }
 
-// A bf16 tensor of up to three dimensions, innermost first, read or written in 128-byte-swizzled boxes.
+// A tensor of up to three dimensions, innermost first, read or written in 128-byte-swizzled boxes.
 struct MapSpec {
   const void* base;
   int32_t rank;
   uint64_t size[3];
   uint64_t stride_bytes[2]; // of dimensions 1 and 2
   uint32_t box[3];
+  CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 };
 
 // Encodes a tensor map; the driver function is looked up once, so that the library needs no libcuda to load.
@@ -69,9 +70,9 @@ inline const char* encode_map(CUtensorMap* map, const MapSpec& spec) {
   if (encode == nullptr) return error_text("cuTensorMapEncodeTiled", "not found: the driver is older than CUDA 12");
   const uint32_t element_strides[3] = {1, 1, 1};
   const CUresult status =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, static_cast<cuuint32_t>(spec.rank), const_cast<void*>(spec.base),
-             spec.size, spec.stride_bytes, spec.box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
-             CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      encode(map, spec.type, static_cast<cuuint32_t>(spec.rank), const_cast<void*>(spec.base), spec.size,
+             spec.stride_bytes, spec.box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status == CUDA_SUCCESS) return nullptr;
   char detail[256];
   std::snprintf(detail, sizeof(detail), "CUDA error %d for base %p, sizes %llu x %llu x %llu, strides %llu, %llu bytes",

@@ -1,4 +1,5 @@
-// The only inline PTX: what <cuda/ptx> lacks (wgmma, setmaxnreg, stmatrix) or cannot express (streaming access).
+// The only inline PTX: what <cuda/ptx> lacks (wgmma, setmaxnreg, stmatrix, approximate functions) or cannot express
+// (streaming access).
 #pragma once
 
 #include <cstdint>
@@ -8,6 +9,31 @@
 namespace mok {
 
 namespace ptx = cuda::ptx;
+
+// ---- arithmetic: one instruction each ----
+
+// 2^x and 1 / x to a few units in the last place; subnormal numbers count as 0.
+__device__ __forceinline__ float exp2_approximately(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_approximately(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+// NaN where one of the two is.
+__device__ __forceinline__ float smaller_or_nan(float a, float b) {
+  float c;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
+__device__ __forceinline__ float larger_or_nan(float a, float b) {
+  float c;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(c) : "f"(a), "f"(b));
+  return c;
+}
 
 // ---- wgmma (sm_90a) ----
 
@@ -76,6 +102,15 @@ __device__ __forceinline__ void stmatrix_x4(void* row, uint32_t m0, uint32_t m1,
                : "memory");
 }
 
+// Loads them: the reverse of stmatrix_x4.
+__device__ __forceinline__ void ldmatrix_x4(const void* row, uint32_t (&m)[4]) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(address)
+               : "memory");
+}
+
 // ---- global memory ----
 
 // 16 bytes that are read once: no allocation in L1.
@@ -110,13 +145,6 @@ __device__ __forceinline__ void add_relaxed(uint32_t* address, uint32_t value) {
 }
 __device__ __forceinline__ void add_release_system(uint32_t* address, uint32_t value) {
   asm volatile("red.release.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-// Four sums at once, without waiting for what was there. Subnormal numbers become 0.
-__device__ __forceinline__ void add_relaxed(float4* address, float4 v) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address), "f"(v.x), "f"(v.y), "f"(v.z),
-               "f"(v.w)
-               : "memory");
 }
 
 // `bytes` is a multiple of 16.

@@ -9,9 +9,14 @@
 namespace mok::sm90 {
 
 // Limits that keep NaN, which fminf and fmaxf would turn into a number.
-__device__ __forceinline__ float limit_above(float value, float limit) { return value > limit ? limit : value; }
+__device__ __forceinline__ float limit_above(float value, float limit) { return smaller_or_nan(value, limit); }
 __device__ __forceinline__ float limit_both(float value, float limit) {
-  return value < -limit ? -limit : limit_above(value, limit);
+  return smaller_or_nan(larger_or_nan(value, -limit), limit);
+}
+
+__device__ __forceinline__ float sigmoid(float x) {
+  constexpr float kLog2E = 1.44269504f;
+  return reciprocal_approximately(1.0f + exp2_approximately(-kLog2E * x));
 }
 
 // SwiGLU of already rounded gate and up: what backward has, too, whether they were kept or rebuilt.
@@ -21,22 +26,33 @@ struct SwiGlu {
   __device__ __forceinline__ float operator()(float gate, float up) const {
     gate = limit_above(gate, clamp);
     up = limit_both(up, clamp) + linear_offset;
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+    return gate * sigmoid(gate) * up;
   }
 };
+
+// The first kCount registers are done with: the others take their place, so that a loop over them need not be unrolled.
+template <int kCount, class T, int kSize> __device__ __forceinline__ void move_down(T (&registers)[kSize]) {
+#pragma unroll
+  for (int32_t i = 0; i + kCount < kSize; ++i) registers[i] = registers[i + kCount];
+}
 
 __device__ __forceinline__ float low_bf16(uint32_t pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(uint32_t pair) { return __uint_as_float(pair & 0xFFFF0000u); }
 
-// A warpgroup's [64, 64] chunk, swizzled; pair(c, half) gives columns 8 c + t % 4 * 2 and 1 further of row t / 4 (+ 8
-// for half 1).
-template <class Pair> __device__ __forceinline__ void stage_chunk(__nv_bfloat16* staging, Pair pair) {
-  const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int32_t row = 16 * warp + lane % 16; // matrices 0, 2: rows 0..7; 1, 3: rows 8..15
-  uint8_t* base = reinterpret_cast<uint8_t*>(staging) + row * 128;
+// This lane's row address in a warpgroup's swizzled [64, 64] chunk, of the four 8 x 8 matrices that make column groups
+// c and c + 1 (c even) of the warp's 16 rows: rows 0..7 of c, 8..15 of c, then the same of c + 1. In each, a thread has
+// columns t % 4 * 2 and 1 further of row t / 4.
+__device__ __forceinline__ void* chunk_matrices(__nv_bfloat16* chunk, int32_t c) {
+  const int32_t lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32 % 4) + lane % 16;
+  return reinterpret_cast<uint8_t*>(chunk) + row * 128 + (((c + lane / 16) ^ row % 8) << 4);
+}
+
+// A warpgroup's [64, 64] chunk; pair(c, half) gives columns 8 c + t % 4 * 2 and 1 further of row t / 4 (+ 8 for half
+// 1).
+template <class Pair> __device__ __forceinline__ void stage_chunk(__nv_bfloat16* chunk, Pair pair) {
 #pragma unroll
   for (int32_t c = 0; c < kChunkColumns / 8; c += 2)
-    stmatrix_x4(base + (((c + lane / 16) ^ row % 8) << 4), pair(c, 0), pair(c, 1), pair(c + 1, 0), pair(c + 1, 1));
+    stmatrix_x4(chunk_matrices(chunk, c), pair(c, 0), pair(c, 1), pair(c + 1, 0), pair(c + 1, 1));
 }
 
 // Named barriers; 0 is __syncthreads.
@@ -121,6 +137,51 @@ struct Stager {
   }
 };
 
+// Works on a tile's EpilogueInput where it lies, and copies from there; a stage is given back when its copies have read
+// it.
+struct InputStages {
+  StageReader& stages;
+  Stager& stager;
+  int32_t previous = -1;
+
+  // The warpgroup's box 0 or 1 of the next 64 columns, when it is there.
+  __device__ __forceinline__ void wait() const { stages.wait(); }
+  __device__ __forceinline__ __nv_bfloat16* box(int32_t index) const {
+    return stages.s.b[stages.cursor.slot] + (2 * stages.group + index) * kBoxElements;
+  }
+  // Another one, empty.
+  __device__ __forceinline__ __nv_bfloat16* spare_box() const {
+    return stages.s.a[stages.cursor.slot] + stages.group * kBoxElements;
+  }
+  // All have written what copy(), called by one thread, is to copy.
+  template <class Copy> __device__ __forceinline__ void close(Copy copy) {
+    ptx::fence_proxy_async(ptx::space_shared);
+    sync_threads<128>(kGroupBarrier + stages.group);
+    if (stager.elected()) {
+      copy();
+      ptx::cp_async_bulk_commit_group();
+      if (previous >= 0) release_when_read<1>();
+    }
+    previous = stages.cursor.slot;
+    stages.cursor.advance();
+  }
+  __device__ __forceinline__ void finish() const {
+    if (stager.elected()) release_when_read<0>();
+  }
+
+private:
+  template <int kLater> __device__ __forceinline__ void release_when_read() const {
+    ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kLater>{});
+    arrive_local(&stages.s.empty[previous]);
+    arrive_cluster(stages.peer_empty + previous);
+  }
+};
+
+template <int kRank>
+__device__ __forceinline__ void store_box(const CUtensorMap* map, const int32_t (&at)[kRank], const void* box) {
+  ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, map, at, box);
+}
+
 // Maps and sizes of what a tile writes.
 struct Fc1Target {
   const CUtensorMap* gate_up; // null: not kept
@@ -138,21 +199,23 @@ __device__ __forceinline__ void emit_fc1(Stager& stager, Accumulators& acc, cons
     gate[i] = pack_bf16(acc[2 * i], acc[2 * i + 1]);
     up[i] = pack_bf16(acc[64 + 2 * i], acc[64 + 2 * i + 1]);
   }
-#pragma unroll
+#pragma unroll 1 // straight-line code of this length waits for instructions
   for (int32_t chunk = 0; chunk < kFc1Columns / kChunkColumns; ++chunk) {
-    const int32_t first = 16 * chunk, column = to.first_column + kChunkColumns * chunk;
+    const int32_t column = to.first_column + kChunkColumns * chunk;
     const bool inside = column < to.columns;
     if (to.gate_up != nullptr) {
       stager.put({to.gate_up, column, 0, to.first_row, inside},
-                 [&](int32_t c, int32_t half) { return gate[first + 2 * c + half]; });
+                 [&](int32_t c, int32_t half) { return gate[2 * c + half]; });
       stager.put({to.gate_up, column, 1, to.first_row, inside},
-                 [&](int32_t c, int32_t half) { return up[first + 2 * c + half]; });
+                 [&](int32_t c, int32_t half) { return up[2 * c + half]; });
     }
-    if (to.h == nullptr) continue;
-    stager.put({to.h, column, -1, to.first_row, inside}, [&](int32_t c, int32_t half) {
-      const uint32_t g = gate[first + 2 * c + half], u = up[first + 2 * c + half];
-      return pack_bf16(activation(low_bf16(g), low_bf16(u)), activation(high_bf16(g), high_bf16(u)));
-    });
+    if (to.h != nullptr)
+      stager.put({to.h, column, -1, to.first_row, inside}, [&](int32_t c, int32_t half) {
+        const uint32_t g = gate[2 * c + half], u = up[2 * c + half];
+        return pack_bf16(activation(low_bf16(g), low_bf16(u)), activation(high_bf16(g), high_bf16(u)));
+      });
+    move_down<16>(gate);
+    move_down<16>(up);
   }
 }
 

@@ -8,7 +8,6 @@ namespace mok::sm90 {
 // What the gradient of the activation needs besides the accumulators, and where its results go.
 struct ActivationGrad {
   SwiGlu activation;
-  const uint32_t* gate_up;      // bf16 pairs [64, 2I] of the warpgroup's rows
   const float* row_weights;     // [64]
   SourceTable sources;          // their slots at the tokens' ranks get parts of the router weights' gradients
   const CUtensorMap* d_gate_up; // [C, 2, I]
@@ -31,9 +30,9 @@ struct PairGrad {
 __device__ __forceinline__ void activation_grad(const SwiGlu& f, float gate, float up, float d_h, float weight,
                                                 float& d_gate, float& d_up, float& h) {
   const float g = limit_above(gate, f.clamp), u = limit_both(up, f.clamp) + f.linear_offset;
-  const float sigmoid = __fdividef(1.0f, 1.0f + __expf(-g)), silu = g * sigmoid, d = d_h * weight;
+  const float s = sigmoid(g), silu = g * s, d = d_h * weight;
   h = silu * u;
-  d_gate = gate <= f.clamp ? d * u * (sigmoid + silu * (1.0f - sigmoid)) : 0.0f;
+  d_gate = gate <= f.clamp ? d * u * (s + silu * (1.0f - s)) : 0.0f;
   d_up = fabsf(up) <= f.clamp ? d * silu : 0.0f;
 }
 
@@ -45,62 +44,63 @@ __device__ __forceinline__ PairGrad pair_grad(const SwiGlu& f, uint32_t gate, ui
   return {pack_bf16(dg0, dg1), pack_bf16(du0, du1), pack_bf16(weight * h0, weight * h1), fmaf(d0, h0, d1 * h1)};
 }
 
-// acc is dA [64, 256], the gradient of the activation before the router weight.
+// acc is dA [64, 256], the gradient of the activation before the router weight. Gate and up are the tile's
+// EpilogueInput; their gradients take their place.
 template <bool kSystem>
-__device__ __forceinline__ void emit_activation_grad(Stager& stager, Accumulators& acc, const CallParams& call,
-                                                     const ActivationGrad& to) {
+__device__ __forceinline__ void emit_activation_grad(StageReader& stages, Stager& stager, Accumulators& acc,
+                                                     const CallParams& call, const ActivationGrad& to) {
   const int32_t lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32 % 4) + lane / 4;
   float weight[2], dot[2] = {0.0f, 0.0f};
   for (int32_t half = 0; half < 2; ++half) weight[half] = __ldcg(to.row_weights + row + 8 * half);
-#pragma unroll
-  for (int32_t chunk = 0; chunk < kTileColumns / kChunkColumns; ++chunk) {
+  const RowSource source = to.sources[to.first_row + row + 8 * (lane % 2)]; // lanes 0 and 1 of a row send its dot
+  InputStages input = {stages, stager};
+#pragma unroll 1 // straight-line code of this length waits for instructions
+  for (int32_t chunk = 0; chunk < kInputStages; ++chunk) {
     const int32_t column = to.first_column + kChunkColumns * chunk;
     const bool inside = column < to.columns;
-    uint32_t gate[16], up[16], h[16];
-    const bool last = chunk == kTileColumns / kChunkColumns - 1;
-    RowSource source[2];
-    for (int32_t half = 0; half < 2 && last; ++half) source[half] = to.sources[to.first_row + row + 8 * half];
-    constexpr int32_t kTogether = 8; // loads in flight of each; registers bound it
+    input.wait();
+    __nv_bfloat16 *gates = input.box(0), *ups = input.box(1), *hs = input.spare_box();
 #pragma unroll
-    for (int32_t first = 0; first < 16; first += kTogether) {
+    for (int32_t c = 0; c < kChunkColumns / 8; c += 2) {
       if (!inside) break;
+      uint32_t gate[4], up[4], h[4]; // column group c + i / 2, row half i % 2
+      ldmatrix_x4(chunk_matrices(gates, c), gate);
+      ldmatrix_x4(chunk_matrices(ups, c), up);
 #pragma unroll
-      for (int32_t i = first; i < first + kTogether; ++i) { // column pair i / 2, row half i % 2
-        const int64_t pair =
-            (static_cast<int64_t>(row + 8 * (i % 2)) * 2 * to.columns + column) / 2 + 4 * (i / 2) + lane % 4;
-        gate[i] = to.gate_up[pair]; // plain loads: as invariant ones they would be hoisted, and spill
-        up[i] = to.gate_up[pair + to.columns / 2];
-      }
-#pragma unroll
-      for (int32_t i = first; i < first + kTogether; ++i) {
-        const int32_t a = 32 * chunk + 2 * i;
+      for (int32_t i = 0; i < 4; ++i) {
+        const int32_t a = 4 * c + 2 * i;
         const PairGrad grad = pair_grad(to.activation, gate[i], up[i], acc[a], acc[a + 1], weight[i % 2]);
         gate[i] = grad.gate;
         up[i] = grad.up;
         h[i] = grad.h;
         dot[i % 2] += grad.dot;
       }
-      __syncwarp(); // keeps the next loads behind
+      stmatrix_x4(chunk_matrices(gates, c), gate[0], gate[1], gate[2], gate[3]);
+      stmatrix_x4(chunk_matrices(ups, c), up[0], up[1], up[2], up[3]);
+      stmatrix_x4(chunk_matrices(hs, c), h[0], h[1], h[2], h[3]);
     }
-    if (last) {
-      // Before the last barrier of the tile, so that whoever is told of the tile sees it.
-#pragma unroll
-      for (int32_t half = 0; half < 2; ++half) {
-        float sum = dot[half];
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        if (lane % 4 != 0 || source[half].rank < 0) continue;
-        uint8_t* peer = kSystem ? call.peers[source[half].rank] : call.local;
-        at<float>(peer, call.layout.d_weight_parts)[static_cast<int64_t>(source[half].slot) * to.parts + to.part] = sum;
-      }
-    }
-    const auto pairs = [](const uint32_t (&values)[16]) {
-      return [&values](int32_t c, int32_t half) { return values[2 * c + half]; };
-    };
-    stager.put({to.d_gate_up, column, 0, to.place, inside}, pairs(gate));
-    stager.put({to.d_gate_up, column, 1, to.place, inside}, pairs(up));
-    stager.put({to.h_rows, column, -1, to.place, inside}, pairs(h));
+    input.close([&] {
+      if (!inside) return;
+      const int32_t at_gate[3] = {column, 0, to.place}, at_up[3] = {column, 1, to.place}, at_h[2] = {column, to.place};
+      store_box(to.d_gate_up, at_gate, gates);
+      store_box(to.d_gate_up, at_up, ups);
+      store_box(to.h_rows, at_h, hs);
+    });
+    move_down<32>(acc);
   }
+#pragma unroll
+  for (int32_t half = 0; half < 2; ++half) {
+    dot[half] += __shfl_xor_sync(~0u, dot[half], 1);
+    dot[half] += __shfl_xor_sync(~0u, dot[half], 2);
+  }
+  if (lane % 4 < 2 && source.rank >= 0) {
+    uint8_t* peer = kSystem ? call.peers[source.rank] : call.local;
+    float* parts = at<float>(peer, call.layout.d_weight_parts) + static_cast<int64_t>(source.slot) * to.parts;
+    parts[to.part] = lane % 2 == 0 ? dot[0] : dot[1];
+  }
+  sync_threads<128>(kGroupBarrier + stager.group); // the one who reports answers for all
+  input.finish();
+  stager.unreported = true;
 }
 
 // A tile of a weight gradient [lines, columns] in bf16 or fp32. Sizes are multiples of 64, only this tile touches these
@@ -124,9 +124,9 @@ __device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& a
   });
 }
 
-// fp32, in its place or added to it. Lines of 32 columns are staged so that neither side has bank conflicts.
+// fp32. Lines of 32 columns are staged so that neither side has bank conflicts.
 __device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& acc, float* grad,
-                                                 const WeightGradTile& tile, bool accumulate) {
+                                                 const WeightGradTile& tile) {
   constexpr int32_t kColumns = 32;
   const int32_t thread = threadIdx.x % 128, lane = thread % 32, row = 16 * (thread / 32) + lane / 4;
   // Swizzled: 16 bytes number u of row r lie at number u ^ r % 4 * 2. This lane's pair of column group 0 in upper rows:
@@ -150,13 +150,41 @@ __device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& a
         [&](int32_t i, uint4 bits) {
           const float4 value = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
                                 __uint_as_float(bits.w)};
-          float4* address = to + i * stride + kColumns / 4 * chunk;
-          if (accumulate)
-            add_relaxed(address, value);
-          else
-            *address = value;
+          to[i * stride + kColumns / 4 * chunk] = value;
         });
   }
+}
+
+// Added to fp32, which is the tile's EpilogueInput; sums take its place and go back the same way. `map` as there.
+__device__ __forceinline__ void add_weight_grad(StageReader& stages, Stager& stager, const Accumulators& acc,
+                                                const CUtensorMap* map, const WeightGradTile& tile) {
+  const int32_t lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32 % 4) + lane / 4, odd = row % 2;
+  // Of a box, swizzled: 16 bytes number u of row r lie at number u ^ r % 8. This lane's pair of column group j (of 8)
+  // is in 16 bytes number 2 j + lane % 4 / 2. Odd rows take groups 2 further, so that no two rows meet in a bank.
+  const int32_t pair = 128 * row + ((lane % 4 / 2 ^ row % 8 ^ 4 * odd) << 4) + 8 * (lane % 2);
+  InputStages input = {stages, stager};
+#pragma unroll
+  for (int32_t chunk = 0; chunk < kInputStages; ++chunk) {
+    input.wait();
+#pragma unroll
+    for (int32_t j = 0; j < kChunkColumns / 8; ++j) { // column group, in two boxes
+      auto* bytes = reinterpret_cast<uint8_t*>(input.box(j / 4));
+#pragma unroll
+      for (int32_t half = 0; half < 2; ++half) {
+        const int32_t a = 32 * chunk + 4 * j + 2 * half, further = 32 * chunk + 4 * (j ^ 2) + 2 * half;
+        auto* sum = reinterpret_cast<float2*>(bytes + (pair ^ 32 * (j % 4)) + 8 * 128 * half);
+        const float2 before = *sum;
+        *sum = {before.x + (odd != 0 ? acc[further] : acc[a]), before.y + (odd != 0 ? acc[further + 1] : acc[a + 1])};
+      }
+    }
+    input.close([&] {
+      for (int32_t box = 0; box < 2; ++box) { // what lies outside of the matrix is not written
+        const int32_t at[2] = {tile.first_column + kChunkColumns * chunk + kChunkColumns / 2 * box, tile.first_line};
+        store_box(map, at, input.box(box));
+      }
+    });
+  }
+  input.finish();
 }
 
 // Added to bf16: fp32 sum of what is there and the accumulator, one rounding.

@@ -32,18 +32,14 @@ inline constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
 
 // What a consumer warpgroup carries from tile to tile.
 struct Consumer {
-  SharedStorage& s;
   int32_t group;
-  uint64_t* peer_empty;
+  StageReader stages;
   Stager stager;
-  RingCursor<kStages> stage{};
 
   template <class M, bool kContinue = false>
   __device__ __forceinline__ void multiply(int32_t depth, Accumulators& acc) {
-    multiply_tile<M, kContinue>(s, group, depth, peer_empty, stage, acc, [this] { stager.report(); });
+    multiply_tile<M, kContinue>(stages, depth, acc, [this] { stager.report(); });
   }
-  // Returns when the tile's first data is here, and with it all that its source waited for.
-  __device__ __forceinline__ void wait_for_first_stage() const { wait_barrier(&s.full[stage.slot], stage.parity); }
 };
 
 // Warp 0, one thread.
@@ -103,7 +99,8 @@ template <class Program>
 __device__ __forceinline__ void consume(const Program& program, SharedStorage& s, int32_t cta) {
   const int32_t group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1; // uniform: the descriptors stay out of registers
   SlotReader reader(s);
-  Consumer consumer = {s, group, cooperative_groups::this_cluster().map_shared_rank(s.empty, cta ^ 1), {s, group}};
+  uint64_t* peer_empty = cooperative_groups::this_cluster().map_shared_rank(s.empty, cta ^ 1);
+  Consumer consumer = {group, {s, group, peer_empty}, {s, group}};
   for (;;) {
     // Whoever has to wait first reports its last tile: what it waits for may depend on that.
     if (!reader.ready()) consumer.stager.report();

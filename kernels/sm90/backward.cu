@@ -12,8 +12,9 @@ struct BackwardMaps {
   CUtensorMap x_rows;           // [C, H] as kept
   CUtensorMap x_ring;           // [C, H] replayed
   CUtensorMap h_rows;           // [C, I]
+  CUtensorMap gate_up;          // [C, 2, I] as kept
   CUtensorMap d_gate_up;        // [C, 2I], to read
-  CUtensorMap d_gate_up_halves; // [C, 2, I], to write
+  CUtensorMap d_gate_up_halves; // [C, 2, I], to write, and to read what was rebuilt
 };
 
 // Rows of the gradient of the router's probabilities, from the parts that column tiles have left in the tokens' slots.
@@ -75,6 +76,11 @@ template <bool kSystem> struct Backward {
   __device__ void* grad_of(const TileSlot& tile) const {
     return (tile.phase() == TilePhase::kWgrad2 ? p.w2_grads : p.w1_grads)[tile.expert];
   }
+  // The fp32 gradient that a tile of its whole sum is added to, or null.
+  __device__ const CUtensorMap* added_to(const TileSlot& tile, const Segment& segment) const {
+    const void* maps = tile.phase() == TilePhase::kWgrad2 ? p.w2_grad_maps : p.w1_grad_maps;
+    return maps == nullptr || !segment.last ? nullptr : static_cast<const CUtensorMap*>(maps) + tile.expert;
+  }
   // First row of a row block in the scratch.
   __device__ int32_t place(int32_t row_block) const {
     return (replaying ? row_block % ring.blocks : row_block) * kBlockRows;
@@ -123,8 +129,8 @@ template <bool kSystem> struct Backward {
       wait_count<false>(p.call, rows_arrived + block, kBlockRows, Phase::kFc1, -1, block);
     else
       wait_count<false>(p.call, fc1_done + block, fc1_columns, Phase::kFc2, -1, block);
-    if (fc1 && replaying && !kept(p.gate_up, segment_of(tile)))
-      wait_count<false>(p.call, rebuilt + block, rebuild_columns(), Phase::kFc1, -1, block);
+    const bool gate_up_kept = !replaying || kept(p.gate_up, segment_of(tile));
+    if (fc1 && !gate_up_kept) wait_count<false>(p.call, rebuilt + block, rebuild_columns(), Phase::kFc1, -1, block);
     ptx::fence_proxy_async();
     const auto* weights = static_cast<const CUtensorMap*>(rebuild ? p.w1_forward_maps
                                                           : fc1   ? p.w2_maps
@@ -134,9 +140,13 @@ template <bool kSystem> struct Backward {
     if (rebuild)
       return {
           {&maps.x_ring, line, 0, Lay::kRows}, {weights, tile.column * kFc1Columns, 0, Lay::kGateUp}, p.call.hidden};
-    return {{fc1 ? &maps.dy_rows : &maps.d_gate_up, line, 0, Lay::kRows},
-            {weights, column, 0, Lay::kColumns},
-            fc1 ? p.call.hidden : 2 * p.intermediate};
+    if (fc1)
+      return {{&maps.dy_rows, line, 0, Lay::kRows},
+              {weights, column, 0, Lay::kColumns},
+              p.call.hidden,
+              {gate_up_kept ? &maps.gate_up : &maps.d_gate_up_halves, gate_up_kept ? block * kBlockRows : line, column,
+               true}};
+    return {{&maps.d_gate_up, line, 0, Lay::kRows}, {weights, column, 0, Lay::kColumns}, 2 * p.intermediate};
   }
 
   // A piece goes on from the partial sums of the one before. The first piece writes over those of the last expert that
@@ -163,9 +173,11 @@ template <bool kSystem> struct Backward {
     const int32_t first = place(segment.first), wrap = replaying ? ring.blocks * kBlockRows : INT32_MAX;
     const Operand lines = {w2 ? &maps.dy_rows : &maps.d_gate_up, line, first, Lay::kColumns, wrap};
     const int32_t depth = segment.blocks * kBlockRows;
-    if (w2) return {lines, {&maps.h_rows, column, first, Lay::kColumns, wrap}, depth};
-    if (x_kept) return {lines, {&maps.x_rows, column, segment.first * kBlockRows, Lay::kColumns}, depth};
-    return {lines, {&maps.x_ring, column, first, Lay::kColumns, wrap}, depth};
+    const EpilogueInput input = {added_to(tile, segment), line, column};
+    if (input.map != nullptr) acquire_tensor_map(input.map);
+    if (w2) return {lines, {&maps.h_rows, column, first, Lay::kColumns, wrap}, depth, input};
+    if (x_kept) return {lines, {&maps.x_rows, column, segment.first * kBlockRows, Lay::kColumns}, depth, input};
+    return {lines, {&maps.x_ring, column, first, Lay::kColumns, wrap}, depth, input};
   }
 
   __device__ bool counted(const TileSlot& tile) const {
@@ -192,21 +204,20 @@ template <bool kSystem> struct Backward {
     SlotRows slots;
     if (!fc1) slots.look_up(sources(), row);
     consumer.multiply<Majors<false, true>>(fc1 ? p.call.hidden : 2 * p.intermediate, acc);
-    if (!counted(tile)) return;
     const int32_t column = tile.column * kTileColumns;
-    if (fc1)
-      emit_activation_grad<kSystem>(consumer.stager, acc, p.call,
+    if (!counted(tile)) {
+      if (fc1) consumer.stages.skip_epilogue_input();
+    } else if (fc1) {
+      emit_activation_grad<kSystem>(consumer.stages, consumer.stager, acc, p.call,
                                     activation_grad_of(tile, row, place(block) + in_block, column));
-    else
+    } else {
       emit_slots<kSystem>(consumer.stager, acc, p.call, slots, column);
+    }
   }
 
   __device__ ActivationGrad activation_grad_of(const TileSlot& tile, int32_t row, int32_t place, int32_t column) const {
-    const bool as_kept = !replaying || kept(p.gate_up, segment_of(tile));
-    const auto* gate_up = static_cast<const uint32_t*>(as_kept ? p.gate_up : p.d_gate_up);
     ActivationGrad to;
     to.activation = {p.clamp, p.linear_offset};
-    to.gate_up = gate_up + static_cast<int64_t>(as_kept ? row : place) * p.intermediate;
     to.row_weights = p.row_weights + place;
     to.sources = sources();
     to.d_gate_up = &maps.d_gate_up_halves;
@@ -232,7 +243,7 @@ template <bool kSystem> struct Backward {
       for (float& value : acc) value = 0.0f;
     } else if (segment.piece > 0) {
       consumer.stager.report(); // before waiting
-      consumer.wait_for_first_stage();
+      consumer.stages.wait();   // and with it for all that its source waited for
       load_partial(acc, partial);
       consumer.multiply<Majors<true, true>, true>(segment.blocks * kBlockRows, acc);
     } else {
@@ -260,19 +271,22 @@ template <bool kSystem> struct Backward {
     const bool w2 = tile.phase() == TilePhase::kWgrad2, accumulate = p.accumulate != 0;
     const WeightGradTile to = {w2 ? p.call.hidden : 2 * p.intermediate, w2 ? p.intermediate : p.call.hidden,
                                tile.row_block * kBlockRows + consumer.group * kBoxRows, tile.column * kTileColumns};
-    if (to.outside()) return;
-    if (static_cast<GradType>(p.grad_type) == GradType::kFloat32)
-      emit_weight_grad(consumer.stager, acc, static_cast<float*>(grad), to, accumulate);
-    else if (accumulate)
+    if (const CUtensorMap* sums = added_to(tile, segment_of(tile))) {
+      add_weight_grad(consumer.stages, consumer.stager, acc, sums, to);
+    } else if (to.outside()) {
+      return;
+    } else if (static_cast<GradType>(p.grad_type) == GradType::kFloat32) {
+      emit_weight_grad(consumer.stager, acc, static_cast<float*>(grad), to);
+    } else if (accumulate) {
       add_weight_grad(acc, static_cast<__nv_bfloat16*>(grad), to);
-    else
+    } else {
       emit_weight_grad(consumer.stager, acc, static_cast<__nv_bfloat16*>(grad), to);
+    }
   }
 
-  // What the tile adds to is brought into L2 while it is multiplied.
+  // The lines of a gradient that is added to are brought into L2 while the tile is multiplied.
   __device__ void prefetch(const TileSlot& tile) const {
-    const bool fp32 = static_cast<GradType>(p.grad_type) == GradType::kFloat32;
-    if (!is_wgrad(tile.phase()) || p.accumulate == 0 || !fp32 || !loads(tile)) return;
+    if (!is_wgrad(tile.phase()) || !loads(tile) || added_to(tile, segment_of(tile)) == nullptr) return;
     const bool w2 = tile.phase() == TilePhase::kWgrad2;
     const int32_t lines = w2 ? p.call.hidden : 2 * p.intermediate, columns = w2 ? p.intermediate : p.call.hidden;
     const int32_t first = tile.row_block * kBlockRows, column = tile.column * kTileColumns;
@@ -382,7 +396,9 @@ const char* encode_maps(BackwardMaps& maps, const BackwardParams& p) {
   if (const char* error = encode_matrix(&maps.h_rows, p.h_rows, rows, inner)) return error;
   if (const char* error = encode_matrix(&maps.d_gate_up, p.d_gate_up, rows, 2 * inner)) return error;
   if (const char* error = encode_gate_up(&maps.d_gate_up_halves, p.d_gate_up, rows, inner)) return error;
-  return p.x_rows == nullptr ? nullptr : encode_matrix(&maps.x_rows, p.x_rows, rows, hidden);
+  if (p.x_rows != nullptr)
+    if (const char* error = encode_matrix(&maps.x_rows, p.x_rows, rows, hidden)) return error;
+  return p.gate_up == nullptr ? nullptr : encode_gate_up(&maps.gate_up, p.gate_up, rows, inner);
 }
 
 } // namespace

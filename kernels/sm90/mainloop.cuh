@@ -138,10 +138,22 @@ struct Operand {
   }
 };
 
+// What a tile's epilogue works on. It comes through the stages behind those of the product: in each, in the place of B,
+// 64 columns of the tile's 128 lines, as two boxes of 64 lines by 128 bytes for each warpgroup.
+struct EpilogueInput {
+  const CUtensorMap* map = nullptr; // null: no input
+  int32_t line = 0;
+  int32_t column = 0;
+  bool gate_up = false; // bf16 [line, gate or up, column]: the boxes are gate and up; else fp32: 32 columns each
+};
+inline constexpr int kInputStages = kTileColumns / kChunkColumns;
+inline constexpr int kBoxElements = kBoxRows * kTileK;
+
 struct TileSource {
   Operand a; // 128 lines
   Operand b; // 256 lines
   int32_t depth;
+  EpilogueInput input{};
 };
 
 template <int kRank>
@@ -159,7 +171,7 @@ __device__ __forceinline__ void load_a(SharedStorage& s, int32_t stage, const Op
                                        bool to_both) {
   const int32_t line = a.line + half * kBoxRows, depth = a.depth(k);
   const int32_t at[2] = {a.lay == Lay::kColumns ? line : depth, a.lay == Lay::kColumns ? depth : line};
-  load_box(s.a[stage] + half * kBoxRows * kTileK, a.map, at, &s.full[stage], to_both);
+  load_box(s.a[stage] + half * kBoxElements, a.map, at, &s.full[stage], to_both);
 }
 
 // 128 lines of B.
@@ -181,6 +193,27 @@ __device__ __forceinline__ void load_b(SharedStorage& s, int32_t stage, const Op
   }
 }
 
+__device__ __forceinline__ void load_epilogue_input(SharedStorage& s, const EpilogueInput& input,
+                                                    RingCursor<kStages>& stage) {
+  for (int32_t chunk = 0; chunk < kInputStages; ++chunk) {
+    wait_barrier(&s.empty[stage.slot], stage.parity ^ 1);
+    const uint32_t bytes = sizeof(s.b[0]); // taken by reference
+    ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &s.full[stage.slot], bytes);
+    for (int32_t box = 0; box < 2 * kConsumers; ++box) {
+      __nv_bfloat16* to = s.b[stage.slot] + box * kBoxElements;
+      const int32_t line = input.line + box / 2 * kBoxRows, column = input.column + kChunkColumns * chunk;
+      if (input.gate_up) {
+        const int32_t at[3] = {column, box % 2, line};
+        load_box(to, input.map, at, &s.full[stage.slot], false);
+      } else {
+        const int32_t at[2] = {column + kChunkColumns / 2 * (box % 2), line};
+        load_box(to, input.map, at, &s.full[stage.slot], false);
+      }
+    }
+    stage.advance();
+  }
+}
+
 // Loads all of a tile's stages; one thread per CTA.
 __device__ __forceinline__ void load_tile(SharedStorage& s, const TileSource& from, bool wide, int32_t cta,
                                           RingCursor<kStages>& stage) {
@@ -199,6 +232,7 @@ __device__ __forceinline__ void load_tile(SharedStorage& s, const TileSource& fr
     }
     stage.advance();
   }
+  if (from.input.map != nullptr) load_epilogue_input(s, from.input, stage);
 }
 
 // Which operands are not K-major (Lay::kColumns).
@@ -206,16 +240,40 @@ template <bool kTransposedA_, bool kTransposedB_> struct Majors {
   static constexpr bool kTransposedA = kTransposedA_, kTransposedB = kTransposedB_;
 };
 
+// A consumer warpgroup's way through the stages.
+struct StageReader {
+  SharedStorage& s;
+  int32_t group;
+  uint64_t* peer_empty;
+  RingCursor<kStages> cursor{};
+
+  __device__ __forceinline__ bool ready() const { return barrier_passed(&s.full[cursor.slot], cursor.parity); }
+  __device__ __forceinline__ void wait() const { wait_barrier(&s.full[cursor.slot], cursor.parity); }
+  // The loads of either CTA may write into the other one's stage.
+  __device__ __forceinline__ void release(int32_t slot) const {
+    const int32_t thread = threadIdx.x % 128;
+    if (thread == 0) arrive_local(&s.empty[slot]);
+    if (thread == 32) arrive_cluster(peer_empty + slot);
+  }
+  __device__ __forceinline__ void skip_epilogue_input() {
+    for (int32_t chunk = 0; chunk < kInputStages; ++chunk) {
+      wait();
+      release(cursor.slot);
+      cursor.advance();
+    }
+  }
+};
+
 // acc (+)= A[64, 64] B[256, 64]^T of one stage; asynchronous.
 template <class M, bool kFirst>
-__device__ __forceinline__ void multiply_stage(SharedStorage& s, int32_t group, RingCursor<kStages> stage,
-                                               Accumulators& acc) {
-  constexpr int kBlockBytes = kBoxRows * kTileK * sizeof(__nv_bfloat16);
+__device__ __forceinline__ void multiply_stage(const StageReader& stages, Accumulators& acc) {
+  constexpr int kBlockBytes = kBoxElements * sizeof(__nv_bfloat16);
   // 16 k in units of 16 bytes: part of a row where K-major, else 16 rows.
   constexpr int kStepA = M::kTransposedA ? 128 : 2, kStepB = M::kTransposedB ? 128 : 2;
-  wait_barrier(&s.full[stage.slot], stage.parity);
-  const uint64_t a = wgmma_descriptor<kBlockBytes>(s.a[stage.slot] + group * kBoxRows * kTileK);
-  const uint64_t b = wgmma_descriptor<kBlockBytes>(s.b[stage.slot]);
+  stages.wait();
+  const int32_t slot = stages.cursor.slot;
+  const uint64_t a = wgmma_descriptor<kBlockBytes>(stages.s.a[slot] + stages.group * kBoxElements);
+  const uint64_t b = wgmma_descriptor<kBlockBytes>(stages.s.b[slot]);
   wgmma_fence();
   wgmma_m64n256k16<!kFirst, M::kTransposedA, M::kTransposedB>(acc, a, b);
 #pragma unroll
@@ -229,29 +287,24 @@ __device__ __forceinline__ void multiply_stage(SharedStorage& s, int32_t group, 
 // dead. `meanwhile` is called at least once: a few stages in, at the end, or before the tile's first data has come, for
 // which it may be needed.
 template <class M, bool kContinue, class Meanwhile>
-__device__ __forceinline__ void multiply_tile(SharedStorage& s, int32_t group, int32_t depth, uint64_t* peer_empty,
-                                              RingCursor<kStages>& stage, Accumulators& acc, Meanwhile meanwhile) {
+__device__ __forceinline__ void multiply_tile(StageReader& stages, int32_t depth, Accumulators& acc,
+                                              Meanwhile meanwhile) {
   constexpr int32_t kMeanwhileAt = 4 * kTileK;
-  const int32_t thread = threadIdx.x % 128;
-  const auto release = [&](int32_t slot) {
-    if (thread == 0) arrive_local(&s.empty[slot]);
-    if (thread == 32) arrive_cluster(peer_empty + slot);
-  };
-  if (!barrier_passed(&s.full[stage.slot], stage.parity)) meanwhile();
-  multiply_stage<M, !kContinue>(s, group, stage, acc);
-  int32_t previous = stage.slot;
-  stage.advance();
+  if (!stages.ready()) meanwhile();
+  multiply_stage<M, !kContinue>(stages, acc);
+  int32_t previous = stages.cursor.slot;
+  stages.cursor.advance();
   for (int32_t k = kTileK; k < depth; k += kTileK) {
-    multiply_stage<M, false>(s, group, stage, acc);
+    multiply_stage<M, false>(stages, acc);
     wgmma_wait<1>();
-    release(previous);
-    previous = stage.slot;
-    stage.advance();
+    stages.release(previous);
+    previous = stages.cursor.slot;
+    stages.cursor.advance();
     if (k == kMeanwhileAt) meanwhile();
   }
   if (depth <= kMeanwhileAt) meanwhile();
   wgmma_wait<0>();
-  release(previous);
+  stages.release(previous);
 }
 
 } // namespace mok::sm90

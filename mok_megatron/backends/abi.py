@@ -176,6 +176,8 @@ class BackwardParams(Structure):
         ("partials", c_void_p),
         ("w1_grads", c_void_p),
         ("w2_grads", c_void_p),
+        ("w1_grad_maps", c_void_p),
+        ("w2_grad_maps", c_void_p),
         ("dx", c_void_p),
         ("experts", c_void_p),
         ("d_probs", c_void_p),
@@ -216,7 +218,7 @@ class Library:
         self.path = path
         library = ctypes.CDLL(str(path))
         _check_abi(library, path)
-        self._encode_weights = library.mok_encode_weights
+        self._encode_matrices = library.mok_encode_matrices
         self._load = (library.mok_load_schedule, library.mok_load_forward, library.mok_load_backward)
         self._launches = {
             ScheduleParams: library.mok_build_schedule,
@@ -224,9 +226,9 @@ class Library:
             ReopenParams: library.mok_reopen,
             BackwardParams: library.mok_backward,
         }
-        for function in (self._encode_weights, *self._load, *self._launches.values()):
+        for function in (self._encode_matrices, *self._load, *self._launches.values()):
             function.restype = ctypes.c_char_p
-        self._encode_weights.argtypes = (c_void_p, c_void_p, c_int32, c_int32, c_int32, c_int32, c_int32)
+        self._encode_matrices.argtypes = (c_void_p, c_void_p, *6 * (c_int32,))
         for load in self._load:
             load.argtypes = ()
         for launch in self._launches.values():
@@ -237,12 +239,15 @@ class Library:
         error = next((error for load in self._load if (error := load()) is not None), None)
         return None if error is None else f"{self.path}: {error.decode()}"
 
-    def encode_weights(
-        self, maps: int, matrices: list[int], *, parts: int, rows: int, columns: int, box_rows: int
+    def encode_matrices(
+        self, maps: int, matrices: list[int], *, rows: int, columns: int, box_rows: int, parts: int = 1, bytes_: int = 2
     ) -> None:
-        """Tensor maps of ``matrices`` (addresses of bf16 ``[parts * rows, columns]``) into host memory at ``maps``."""
+        """Tensor maps of ``matrices``, addresses of ``[parts * rows, columns]``, into host memory at ``maps``.
+
+        Elements are bf16, or fp32 if they have 4 ``bytes_``. Nothing is written for an address of 0.
+        """
         array = (c_void_p * len(matrices))(*matrices)
-        _raise(self._encode_weights(maps, array, len(matrices), parts, rows, columns, box_rows))
+        _raise(self._encode_matrices(maps, array, len(matrices), bytes_, parts, rows, columns, box_rows))
 
     def launch(self, params: Structure, stream: int) -> None:
         """Launch the kernels of these parameters on ``stream`` of the current device."""

@@ -55,7 +55,7 @@ class CudaBackend:
         self._rows_by_tokens: dict[int, tuple[int, int]] = {}
         self._launches = Launches(library, shape, config, self.device, rank=rank, sms=sms)
         self._weight_maps = WeightMaps(library, shape, self.device)
-        self._grad_tables = GradTables(shape, self.device)
+        self._grad_tables = GradTables(library, shape, self.device)
 
     @classmethod
     def create(

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mok_megatron.backends.abi import TENSOR_MAP_BYTES, Library
 from mok_megatron.backends.base import WeightGrads
 from mok_megatron.backends.device_tables import DeviceTables
 from mok_megatron.backends.streams import Calling
@@ -19,19 +20,33 @@ ALIGNMENT = 16
 
 
 class GradTargets(NamedTuple):
-    """Where a call's weight gradients go: tables ``[e]`` (None: all frozen), their ``GradType``, whether to add."""
+    """Where a call's weight gradients go, as device addresses.
+
+    Attributes:
+        w1, w2: addresses of the gradients ``[e]``; None: all frozen.
+        w1_maps, w2_maps: tensor maps of them ``[e]``, where fp32 gradients are added to; else None.
+        type: ``GradType``.
+        accumulate: whether they are added to.
+    """
 
     w1: int | None
     w2: int | None
+    w1_maps: int | None
+    w2_maps: int | None
     type: int
     accumulate: bool
 
 
 class GradTables:
-    """Gradient addresses -> table ``int64 [2 * e]`` on ``device``, w1 then w2, 0 where a weight is frozen."""
+    """Gradient addresses -> their table on ``device``.
 
-    def __init__(self, shape: MoeShape, device: torch.device) -> None:
-        self._shape, self._device = shape, device
+    It begins with ``int64 [2 * e]``, w1 then w2, 0 where a weight is frozen. For fp32 that is added to, tensor maps
+    ``[2 * e]`` follow, aligned as the copy engine wants them.
+    """
+
+    def __init__(self, library: Library, shape: MoeShape, device: torch.device) -> None:
+        self._library, self._shape, self._device = library, shape, device
+        self._maps_begin = -(-2 * 8 * shape.experts_per_rank // TENSOR_MAP_BYTES) * TENSOR_MAP_BYTES
         self._tables = DeviceTables(device)
 
     def of(self, grads: WeightGrads, calling: Calling) -> GradTargets:
@@ -49,25 +64,44 @@ class GradTables:
                 f"accumulate all of them into main_grad of one dtype"
             )
         if not types:
-            return GradTargets(None, None, 0, grads.accumulate)
+            return GradTargets(None, None, None, None, 0, grads.accumulate)
         type_ = GRAD_TYPES[types.pop()]
         w1 = [0 if grad is None else grad.data_ptr() for grad in grads.w1]
         w2 = [0 if grad is None else grad.data_ptr() for grad in grads.w2]
+
+        added = grads.accumulate and type_ == GRAD_TYPES[torch.float32]
 
         def table() -> Tensor:
             shape = self._shape
             self._check("w1", grads.w1, (2 * shape.intermediate, shape.hidden), calling.layer)
             self._check("w2", grads.w2, (shape.hidden, shape.intermediate), calling.layer)
-            return torch.tensor([*w1, *w2], dtype=torch.int64)
+            addresses = torch.tensor([*w1, *w2], dtype=torch.int64)
+            return self._with_maps(addresses, w1, w2) if added else addresses
 
-        first = self._tables.of((type_, *w1, *w2), table, calling)
+        first = self._tables.of((type_, added, *w1, *w2), table, calling)
+        maps = first + self._maps_begin
         return GradTargets(
-            first if any(w1) else None, first + 8 * len(w1) if any(w2) else None, type_, grads.accumulate
+            w1=first if any(w1) else None,
+            w2=first + 8 * len(w1) if any(w2) else None,
+            w1_maps=maps if added else None,
+            w2_maps=maps + TENSOR_MAP_BYTES * len(w1) if added else None,
+            type=type_,
+            accumulate=grads.accumulate,
         )
 
     def clear(self) -> None:
         """Forget all tables."""
         self._tables.clear()
+
+    def _with_maps(self, addresses: Tensor, w1: list[int], w2: list[int]) -> Tensor:
+        shape, begin = self._shape, self._maps_begin
+        table = torch.zeros(begin + TENSOR_MAP_BYTES * len(addresses), dtype=torch.uint8)
+        table[: addresses.nbytes] = addresses.view(torch.uint8)
+        encode, start = self._library.encode_matrices, table.data_ptr() + begin
+        encode(start, w1, bytes_=4, rows=2 * shape.intermediate, columns=shape.hidden, box_rows=64)
+        start += TENSOR_MAP_BYTES * len(w1)
+        encode(start, w2, bytes_=4, rows=shape.hidden, columns=shape.intermediate, box_rows=64)
+        return table
 
     def _check(self, name: str, sinks: Sequence[Tensor | None], size: tuple[int, int], layer: int) -> None:
         if len(sinks) != self._shape.experts_per_rank:

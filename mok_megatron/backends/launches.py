@@ -205,6 +205,7 @@ class Launches:
         params.x_rows = None if x_rows is None else x_rows.data_ptr()
         params.gate_up = None if gate_up is None else gate_up.data_ptr()
         params.w1_grads, params.w2_grads = grads.w1, grads.w2
+        params.w1_grad_maps, params.w2_grad_maps = grads.w1_maps, grads.w2_maps
         params.grad_type, params.accumulate = grads.type, grads.accumulate
         params.dx = None if dx is None else dx.data_ptr()
         params.wants_dx = dx is not None

@@ -51,11 +51,11 @@ class WeightMaps:
         count, hidden, inner = self._shape.experts_per_rank, self._shape.hidden, self._shape.intermediate
         host = torch.empty(4 * self._part, dtype=torch.uint8)
         w1, w2 = list(addresses[:count]), list(addresses[count:])
-        encode, start, part = self._library.encode_weights, host.data_ptr(), self._part
+        encode, start, part = self._library.encode_matrices, host.data_ptr(), self._part
         encode(start, w1, parts=2, rows=inner, columns=hidden, box_rows=128)
-        encode(start + part, w2, parts=1, rows=hidden, columns=inner, box_rows=128)
-        encode(start + 2 * part, w1, parts=1, rows=2 * inner, columns=hidden, box_rows=64)
-        encode(start + 3 * part, w2, parts=1, rows=hidden, columns=inner, box_rows=64)
+        encode(start + part, w2, rows=hidden, columns=inner, box_rows=128)
+        encode(start + 2 * part, w1, rows=2 * inner, columns=hidden, box_rows=64)
+        encode(start + 3 * part, w2, rows=hidden, columns=inner, box_rows=64)
         return host
 
     def _check(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int) -> None:
