@@ -67,11 +67,16 @@ struct ChunkTarget {
   bool inside; // false: past the last column, nothing to store
 };
 
+template <int kRank>
+__device__ __forceinline__ void store_box(const CUtensorMap* map, const int32_t (&at)[kRank], const void* box) {
+  ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, map, at, box);
+}
+
 inline constexpr int kScatterRows = 4; // rows per thread and chunk of 64
 
-// Writes one warpgroup's chunks through a ring of buffers. `put`: one thread issues a copy. `scatter`: the threads
-// store whole lines, after begin_scatter. That all has arrived is reported a little later, out of the
-// next tile's main loop, so that nobody waits for it.
+// Writes one warpgroup's chunks through a ring of buffers. `put`, and `open` and `close`: one thread issues a copy.
+// `scatter`: the threads store whole lines, after begin_scatter. That all has arrived is reported a little later, out
+// of the next tile's main loop, so that nobody waits for it.
 struct Stager {
   SharedStorage& s;
   int32_t group;
@@ -81,24 +86,36 @@ struct Stager {
 
   __device__ __forceinline__ bool elected() const { return threadIdx.x % 128 == 0; }
 
-  template <class Pair> __device__ __forceinline__ void put(const ChunkTarget& to, Pair pair) {
-    __nv_bfloat16* chunk = s.staging[group][buffer];
-    if (elected()) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kChunkBuffers - 1>{}); // this buffer is free again
+  // A buffer that is free again.
+  __device__ __forceinline__ __nv_bfloat16* open() const {
+    if (elected()) ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kChunkBuffers - 1>{});
     sync_threads<128>(kGroupBarrier + group);
-    stage_chunk(chunk, pair);
+    return s.staging[group][buffer];
+  }
+  // All have filled it; copy() is called by one thread.
+  template <class Copy> __device__ __forceinline__ void close(Copy copy) {
     ptx::fence_proxy_async(ptx::space_shared);
     sync_threads<128>(kGroupBarrier + group);
     if (elected()) {
-      if (to.inside && to.part >= 0) {
-        const int32_t at[3] = {to.first_column, to.part, to.first_row};
-        ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, to.map, at, chunk);
-      } else if (to.inside) {
-        const int32_t at[2] = {to.first_column, to.first_row};
-        ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, to.map, at, chunk);
-      }
+      copy();
       ptx::cp_async_bulk_commit_group();
     }
     buffer = (buffer + 1) % kChunkBuffers;
+  }
+
+  template <class Pair> __device__ __forceinline__ void put(const ChunkTarget& to, Pair pair) {
+    __nv_bfloat16* chunk = open();
+    stage_chunk(chunk, pair);
+    close([&] {
+      if (!to.inside) return;
+      if (to.part >= 0) {
+        const int32_t at[3] = {to.first_column, to.part, to.first_row};
+        store_box(to.map, at, chunk);
+      } else {
+        const int32_t at[2] = {to.first_column, to.first_row};
+        store_box(to.map, at, chunk);
+      }
+    });
     unreported = true;
   }
 
@@ -135,52 +152,13 @@ struct Stager {
     turn ^= 1;
     unreported = false;
   }
-};
 
-// Works on a tile's EpilogueInput where it lies, and copies from there; a stage is given back when its copies have read
-// it.
-struct InputStages {
-  StageReader& stages;
-  Stager& stager;
-  int32_t previous = -1;
-
-  // The warpgroup's box 0 or 1 of the next 64 columns, when it is there.
-  __device__ __forceinline__ void wait() const { stages.wait(); }
-  __device__ __forceinline__ __nv_bfloat16* box(int32_t index) const {
-    return stages.s.b[stages.cursor.slot] + (2 * stages.group + index) * kBoxElements;
-  }
-  // Another one, empty.
-  __device__ __forceinline__ __nv_bfloat16* spare_box() const {
-    return stages.s.a[stages.cursor.slot] + stages.group * kBoxElements;
-  }
-  // All have written what copy(), called by one thread, is to copy.
-  template <class Copy> __device__ __forceinline__ void close(Copy copy) {
-    ptx::fence_proxy_async(ptx::space_shared);
-    sync_threads<128>(kGroupBarrier + stages.group);
-    if (stager.elected()) {
-      copy();
-      ptx::cp_async_bulk_commit_group();
-      if (previous >= 0) release_when_read<1>();
-    }
-    previous = stages.cursor.slot;
-    stages.cursor.advance();
-  }
-  __device__ __forceinline__ void finish() const {
-    if (stager.elected()) release_when_read<0>();
-  }
-
-private:
-  template <int kLater> __device__ __forceinline__ void release_when_read() const {
-    ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kLater>{});
-    arrive_local(&stages.s.empty[previous]);
-    arrive_cluster(stages.peer_empty + previous);
+  // Nothing more comes; the shared memory may be given up.
+  __device__ __forceinline__ void finish() {
+    report();
+    if (elected()) ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{});
   }
 };
-
-template <int kRank>
-__device__ __forceinline__ void store_box(const CUtensorMap* map, const int32_t (&at)[kRank], const void* box) {
-  ptx::cp_async_bulk_tensor(ptx::space_global, ptx::space_shared, map, at, box);
-}
 
 // Maps and sizes of what a tile writes.
 struct Fc1Target {

@@ -44,6 +44,46 @@ __device__ __forceinline__ PairGrad pair_grad(const SwiGlu& f, uint32_t gate, ui
   return {pack_bf16(dg0, dg1), pack_bf16(du0, du1), pack_bf16(weight * h0, weight * h1), fmaf(d0, h0, d1 * h1)};
 }
 
+// Works on a tile's EpilogueInput where it lies, and copies from there; a stage is given back when its copies have read
+// it.
+struct InputStages {
+  StageReader& stages;
+  Stager& stager;
+  int32_t previous = -1;
+
+  // The warpgroup's box 0 or 1 of the next 64 columns, when it is there.
+  __device__ __forceinline__ void wait() const { stages.wait(); }
+  __device__ __forceinline__ __nv_bfloat16* box(int32_t index) const {
+    return stages.s.b[stages.cursor.slot] + (2 * stages.group + index) * kBoxElements;
+  }
+  // Another one, empty.
+  __device__ __forceinline__ __nv_bfloat16* spare_box() const {
+    return stages.s.a[stages.cursor.slot] + stages.group * kBoxElements;
+  }
+  // All have written what copy(), called by one thread, is to copy.
+  template <class Copy> __device__ __forceinline__ void close(Copy copy) {
+    ptx::fence_proxy_async(ptx::space_shared);
+    sync_threads<128>(kGroupBarrier + stages.group);
+    if (stager.elected()) {
+      copy();
+      ptx::cp_async_bulk_commit_group();
+      if (previous >= 0) release_when_read<1>();
+    }
+    previous = stages.cursor.slot;
+    stages.cursor.advance();
+  }
+  __device__ __forceinline__ void finish() const {
+    if (stager.elected()) release_when_read<0>();
+  }
+
+private:
+  template <int kLater> __device__ __forceinline__ void release_when_read() const {
+    ptx::cp_async_bulk_wait_group_read(ptx::n32_t<kLater>{});
+    arrive_local(&stages.s.empty[previous]);
+    arrive_cluster(stages.peer_empty + previous);
+  }
+};
+
 // acc is dA [64, 256], the gradient of the activation before the router weight. Gate and up are the tile's
 // EpilogueInput; their gradients take their place.
 template <bool kSystem>
@@ -155,36 +195,32 @@ __device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& a
   }
 }
 
-// Added to fp32, which is the tile's EpilogueInput; sums take its place and go back the same way. `map` as there.
-__device__ __forceinline__ void add_weight_grad(StageReader& stages, Stager& stager, const Accumulators& acc,
-                                                const CUtensorMap* map, const WeightGradTile& tile) {
+// Added to fp32 by the copy engine, in L2. `map` of the gradient, in boxes of 64 lines by 128 bytes. Subnormal numbers
+// become 0.
+__device__ __forceinline__ void add_weight_grad(Stager& stager, const Accumulators& acc, const CUtensorMap* map,
+                                                const WeightGradTile& tile) {
+  constexpr int32_t kColumns = 32;
   const int32_t lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32 % 4) + lane / 4, odd = row % 2;
-  // Of a box, swizzled: 16 bytes number u of row r lie at number u ^ r % 8. This lane's pair of column group j (of 8)
-  // is in 16 bytes number 2 j + lane % 4 / 2. Odd rows take groups 2 further, so that no two rows meet in a bank.
+  // Swizzled: 16 bytes number u of row r lie at number u ^ r % 8. This lane's pair of column group j (of 8 columns) is
+  // in 16 bytes number 2 j + lane % 4 / 2. Odd rows take groups 2 further, so that no two rows meet in a bank.
   const int32_t pair = 128 * row + ((lane % 4 / 2 ^ row % 8 ^ 4 * odd) << 4) + 8 * (lane % 2);
-  InputStages input = {stages, stager};
 #pragma unroll
-  for (int32_t chunk = 0; chunk < kInputStages; ++chunk) {
-    input.wait();
+  for (int32_t chunk = 0; chunk < kTileColumns / kColumns; ++chunk) {
+    if (tile.first_column + kColumns * chunk >= tile.columns) break;
+    auto* box = reinterpret_cast<uint8_t*>(stager.open());
 #pragma unroll
-    for (int32_t j = 0; j < kChunkColumns / 8; ++j) { // column group, in two boxes
-      auto* bytes = reinterpret_cast<uint8_t*>(input.box(j / 4));
+    for (int32_t j = 0; j < kColumns / 8; ++j)
 #pragma unroll
       for (int32_t half = 0; half < 2; ++half) {
-        const int32_t a = 32 * chunk + 4 * j + 2 * half, further = 32 * chunk + 4 * (j ^ 2) + 2 * half;
-        auto* sum = reinterpret_cast<float2*>(bytes + (pair ^ 32 * (j % 4)) + 8 * 128 * half);
-        const float2 before = *sum;
-        *sum = {before.x + (odd != 0 ? acc[further] : acc[a]), before.y + (odd != 0 ? acc[further + 1] : acc[a + 1])};
+        const int32_t a = 16 * chunk + 4 * j + 2 * half, further = 16 * chunk + 4 * (j ^ 2) + 2 * half;
+        const float2 values = {odd != 0 ? acc[further] : acc[a], odd != 0 ? acc[further + 1] : acc[a + 1]};
+        *reinterpret_cast<float2*>(box + (pair ^ 32 * j) + 8 * 128 * half) = values;
       }
-    }
-    input.close([&] {
-      for (int32_t box = 0; box < 2; ++box) { // what lies outside of the matrix is not written
-        const int32_t at[2] = {tile.first_column + kChunkColumns * chunk + kChunkColumns / 2 * box, tile.first_line};
-        store_box(map, at, input.box(box));
-      }
+    stager.close([&] {
+      const int32_t at[2] = {tile.first_column + kColumns * chunk, tile.first_line};
+      ptx::cp_reduce_async_bulk_tensor(ptx::space_global, ptx::space_shared, ptx::op_add, map, at, box);
     });
   }
-  input.finish();
 }
 
 // Added to bf16: fp32 sum of what is there and the accumulator, one rounding.

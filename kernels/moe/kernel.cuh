@@ -110,7 +110,7 @@ __device__ __forceinline__ void consume(const Program& program, SharedStorage& s
     if (tile.phase() == TilePhase::kStop) break;
     program.compute(tile, consumer);
   }
-  consumer.stager.report();
+  consumer.stager.finish();
 }
 
 // Body of a kernel of kThreads threads in clusters of two; `begin` makes the Program once the launch's inputs are

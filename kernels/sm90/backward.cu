@@ -76,11 +76,6 @@ template <bool kSystem> struct Backward {
   __device__ void* grad_of(const TileSlot& tile) const {
     return (tile.phase() == TilePhase::kWgrad2 ? p.w2_grads : p.w1_grads)[tile.expert];
   }
-  // The fp32 gradient that a tile of its whole sum is added to, or null.
-  __device__ const CUtensorMap* added_to(const TileSlot& tile, const Segment& segment) const {
-    const void* maps = tile.phase() == TilePhase::kWgrad2 ? p.w2_grad_maps : p.w1_grad_maps;
-    return maps == nullptr || !segment.last ? nullptr : static_cast<const CUtensorMap*>(maps) + tile.expert;
-  }
   // First row of a row block in the scratch.
   __device__ int32_t place(int32_t row_block) const {
     return (replaying ? row_block % ring.blocks : row_block) * kBlockRows;
@@ -141,11 +136,11 @@ template <bool kSystem> struct Backward {
       return {
           {&maps.x_ring, line, 0, Lay::kRows}, {weights, tile.column * kFc1Columns, 0, Lay::kGateUp}, p.call.hidden};
     if (fc1)
-      return {{&maps.dy_rows, line, 0, Lay::kRows},
-              {weights, column, 0, Lay::kColumns},
-              p.call.hidden,
-              {gate_up_kept ? &maps.gate_up : &maps.d_gate_up_halves, gate_up_kept ? block * kBlockRows : line, column,
-               true}};
+      return {
+          {&maps.dy_rows, line, 0, Lay::kRows},
+          {weights, column, 0, Lay::kColumns},
+          p.call.hidden,
+          {gate_up_kept ? &maps.gate_up : &maps.d_gate_up_halves, gate_up_kept ? block * kBlockRows : line, column}};
     return {{&maps.d_gate_up, line, 0, Lay::kRows}, {weights, column, 0, Lay::kColumns}, 2 * p.intermediate};
   }
 
@@ -173,11 +168,9 @@ template <bool kSystem> struct Backward {
     const int32_t first = place(segment.first), wrap = replaying ? ring.blocks * kBlockRows : INT32_MAX;
     const Operand lines = {w2 ? &maps.dy_rows : &maps.d_gate_up, line, first, Lay::kColumns, wrap};
     const int32_t depth = segment.blocks * kBlockRows;
-    const EpilogueInput input = {added_to(tile, segment), line, column};
-    if (input.map != nullptr) acquire_tensor_map(input.map);
-    if (w2) return {lines, {&maps.h_rows, column, first, Lay::kColumns, wrap}, depth, input};
-    if (x_kept) return {lines, {&maps.x_rows, column, segment.first * kBlockRows, Lay::kColumns}, depth, input};
-    return {lines, {&maps.x_ring, column, first, Lay::kColumns, wrap}, depth, input};
+    if (w2) return {lines, {&maps.h_rows, column, first, Lay::kColumns, wrap}, depth};
+    if (x_kept) return {lines, {&maps.x_rows, column, segment.first * kBlockRows, Lay::kColumns}, depth};
+    return {lines, {&maps.x_ring, column, first, Lay::kColumns, wrap}, depth};
   }
 
   __device__ bool counted(const TileSlot& tile) const {
@@ -271,11 +264,13 @@ template <bool kSystem> struct Backward {
     const bool w2 = tile.phase() == TilePhase::kWgrad2, accumulate = p.accumulate != 0;
     const WeightGradTile to = {w2 ? p.call.hidden : 2 * p.intermediate, w2 ? p.intermediate : p.call.hidden,
                                tile.row_block * kBlockRows + consumer.group * kBoxRows, tile.column * kTileColumns};
-    if (const CUtensorMap* sums = added_to(tile, segment_of(tile))) {
-      add_weight_grad(consumer.stages, consumer.stager, acc, sums, to);
-    } else if (to.outside()) {
-      return;
-    } else if (static_cast<GradType>(p.grad_type) == GradType::kFloat32) {
+    if (to.outside()) return;
+    const bool fp32 = static_cast<GradType>(p.grad_type) == GradType::kFloat32;
+    if (fp32 && accumulate) {
+      const CUtensorMap* map = static_cast<const CUtensorMap*>(w2 ? p.w2_grad_maps : p.w1_grad_maps) + tile.expert;
+      if (consumer.stager.elected()) acquire_tensor_map(map);
+      add_weight_grad(consumer.stager, acc, map, to);
+    } else if (fp32) {
       emit_weight_grad(consumer.stager, acc, static_cast<float*>(grad), to);
     } else if (accumulate) {
       add_weight_grad(acc, static_cast<__nv_bfloat16*>(grad), to);
@@ -284,9 +279,9 @@ template <bool kSystem> struct Backward {
     }
   }
 
-  // The lines of a gradient that is added to are brought into L2 while the tile is multiplied.
+  // Lines of an fp32 gradient that is added to are brought into L2 while the tile is multiplied.
   __device__ void prefetch(const TileSlot& tile) const {
-    if (!is_wgrad(tile.phase()) || !loads(tile) || added_to(tile, segment_of(tile)) == nullptr) return;
+    if (!is_wgrad(tile.phase()) || p.w1_grad_maps == nullptr || !loads(tile) || !segment_of(tile).last) return;
     const bool w2 = tile.phase() == TilePhase::kWgrad2;
     const int32_t lines = w2 ? p.call.hidden : 2 * p.intermediate, columns = w2 ? p.intermediate : p.call.hidden;
     const int32_t first = tile.row_block * kBlockRows, column = tile.column * kTileColumns;

@@ -139,12 +139,11 @@ struct Operand {
 };
 
 // What a tile's epilogue works on. It comes through the stages behind those of the product: in each, in the place of B,
-// 64 columns of the tile's 128 lines, as two boxes of 64 lines by 128 bytes for each warpgroup.
+// 64 columns of the tile's 128 lines, as one box of gate and one of up, 64 by 64, for each warpgroup.
 struct EpilogueInput {
-  const CUtensorMap* map = nullptr; // null: no input
+  const CUtensorMap* map = nullptr; // of gate and up, bf16 [line, gate or up, column]; null: no input
   int32_t line = 0;
   int32_t column = 0;
-  bool gate_up = false; // bf16 [line, gate or up, column]: the boxes are gate and up; else fp32: 32 columns each
 };
 inline constexpr int kInputStages = kTileColumns / kChunkColumns;
 inline constexpr int kBoxElements = kBoxRows * kTileK;
@@ -200,15 +199,8 @@ __device__ __forceinline__ void load_epilogue_input(SharedStorage& s, const Epil
     const uint32_t bytes = sizeof(s.b[0]); // taken by reference
     ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &s.full[stage.slot], bytes);
     for (int32_t box = 0; box < 2 * kConsumers; ++box) {
-      __nv_bfloat16* to = s.b[stage.slot] + box * kBoxElements;
-      const int32_t line = input.line + box / 2 * kBoxRows, column = input.column + kChunkColumns * chunk;
-      if (input.gate_up) {
-        const int32_t at[3] = {column, box % 2, line};
-        load_box(to, input.map, at, &s.full[stage.slot], false);
-      } else {
-        const int32_t at[2] = {column + kChunkColumns / 2 * (box % 2), line};
-        load_box(to, input.map, at, &s.full[stage.slot], false);
-      }
+      const int32_t at[3] = {input.column + kChunkColumns * chunk, box % 2, input.line + box / 2 * kBoxRows};
+      load_box(s.b[stage.slot] + box * kBoxElements, input.map, at, &s.full[stage.slot], false);
     }
     stage.advance();
   }
