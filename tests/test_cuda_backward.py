@@ -45,22 +45,28 @@ def _run(
     accumulate: bool = False,
     poison: bool = True,
     delays: list[int] | None = None,
+    offset: int = 0,
 ) -> Result:
-    """Forward and backward; with ``accumulate`` the sinks hold 1 before, which is taken off again in fp64."""
+    """Forward and backward; with ``accumulate`` the sinks hold 1 before, which is taken off again in fp64.
+
+    Sinks begin ``offset`` elements behind the beginning of their memory.
+    """
     x, probs, routing_map, w1, w2, dy = (
         t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2, inputs.dy)
     )
     outputs = ranks.forward(x, probs, routing_map, w1, w2)
     if poison:  # backward must not live on what forward left in the workspace
         ranks.poison()
-    dw1 = torch.full(w1.shape, 1.0 if accumulate else float("nan"), dtype=dtype, device=DEVICE)
-    dw2 = torch.full(w2.shape, 1.0 if accumulate else float("nan"), dtype=dtype, device=DEVICE)
+    before = 1.0 if accumulate else float("nan")
+    dw1, dw2 = (
+        torch.full((offset + w.numel(),), before, dtype=dtype, device=DEVICE)[offset:].view(w.shape) for w in (w1, w2)
+    )
     dx, dprobs = ranks.backward(dy, outputs, w1, w2, dw1.unbind(), dw2.unbind(), accumulate=accumulate, delays=delays)
     if poison:
         ranks.check_canaries()
     y = torch.cat([output.y for output in outputs])
-    before = 1.0 if accumulate else 0.0
-    return Result(*(t.cpu() for t in (y, dx, dprobs, dw1.double() - before, dw2.double() - before)))
+    was = 1.0 if accumulate else 0.0
+    return Result(*(t.cpu() for t in (y, dx, dprobs, dw1.double() - was, dw2.double() - was)))
 
 
 @pytest.mark.parametrize("name", EVERY_OTHER)
@@ -123,6 +129,41 @@ def test_where_weight_gradients_go(dtype: torch.dtype, accumulate: bool) -> None
         empty = (inputs.routing_map.sum(0) == 0).nonzero()[:, 0]
         assert empty.numel() > 0
         assert bool((getattr(got, name)[empty] == 0).all())
+    ranks.close()
+
+
+def test_gradients_that_begin_at_any_16_bytes() -> None:
+    case = CASES["uniform"]
+    inputs = inputs_of(case)
+    ranks = ranks_of(case, inputs)
+    for accumulate in (False, True):
+        expected = _run(ranks, inputs, accumulate=accumulate)
+        assert_same_bits(_run(ranks, inputs, accumulate=accumulate, offset=4), expected, accumulate)
+    ranks.close()
+
+
+@pytest.mark.parametrize(
+    "activation", [Activation(), Activation(clamp=0.5, linear_offset=1.0)], ids=["plain", "clamped"]
+)
+@pytest.mark.parametrize("where", ["x", "dy"])
+def test_what_is_no_number_stays_so_and_with_its_token(where: str, activation: Activation) -> None:
+    case, token = CASES["uniform"], 5
+    inputs = inputs_of(case, activation)
+    bad = getattr(inputs, where).clone()
+    bad[token] = float("nan" if where == "x" else "inf")
+    ranks = ranks_of(case, inputs)
+    clean, found = _run(ranks, inputs), _run(ranks, replace(inputs, **{where: bad}))
+    routed = inputs.routing_map[token]
+    for name in ("y", "dx", "dprobs"):
+        clean_rows, rows = getattr(clean, name), getattr(found, name)
+        others = torch.arange(len(rows)) != token
+        assert torch.equal(rows[others], clean_rows[others]), name
+        hit = rows[token][routed] if name == "dprobs" else rows[token]
+        assert not bool(hit.isfinite().any()) or (name, where) == ("y", "dy"), name
+    for name in ("dw1", "dw2"):
+        clean_grads, grads = getattr(clean, name), getattr(found, name)
+        assert torch.equal(grads[~routed], clean_grads[~routed]), name
+        assert not bool(grads[routed].isfinite().all(dim=(1, 2)).any()), name
     ranks.close()
 
 
@@ -236,24 +277,41 @@ def test_through_autograd(fuse: bool) -> None:
     ranks.close()
 
 
-def test_graph_replay_of_forward_and_backward() -> None:
-    """Captured once, replayed 100 times with new x, probs, routing and dy; equal to eager in every bit."""
+@pytest.mark.parametrize("fuse", [False, True])
+def test_graph_replay_of_forward_and_backward(fuse: bool) -> None:
+    """Captured once, replayed 100 times with new x, probs, routing and dy; equal to eager in every bit.
+
+    ``main_grad`` moves before the capture, so that the tables of its addresses are made in it.
+    """
     torch.use_deterministic_algorithms(False)
     ranks, inputs = _layer()
     w1, w2 = _parameters(inputs)
     params = (ExpertParams(tuple(w1), 8), ExpertParams(tuple(w2), 8))
     x, probs = (t.to(DEVICE).requires_grad_() for t in (inputs.x, inputs.probs))
     routing_map, dy = inputs.routing_map.to(DEVICE), inputs.dy.to(DEVICE)
+    sums: list[Tensor] = []
+
+    def move_main_grad() -> None:
+        sums[:] = [torch.zeros(weight.shape, device=DEVICE) for weight in (*w1, *w2)]
+        for weight, total in zip((*w1, *w2), sums, strict=True):
+            weight.main_grad = total  # type: ignore[attr-defined]
 
     def call() -> tuple[Tensor, ...]:
-        y = apply_experts(ranks.backends[0], x, probs, routing_map, *params, layer=1, fuse_grad_accumulation=False)
-        return (y.detach(), *torch.autograd.grad(y, (x, probs, *w1, *w2), dy))
+        for total in sums:
+            total.zero_()
+        y = apply_experts(ranks.backends[0], x, probs, routing_map, *params, layer=1, fuse_grad_accumulation=fuse)
+        grads = torch.autograd.grad(y, (x, probs, *w1, *w2), dy)
+        return (y.detach(), *(grads[:2] if fuse else grads), *sums)
 
+    if fuse:
+        move_main_grad()
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()
     torch.cuda.synchronize()
+    if fuse:
+        move_main_grad()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = call()

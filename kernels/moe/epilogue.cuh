@@ -55,9 +55,6 @@ template <class Pair> __device__ __forceinline__ void stage_chunk(__nv_bfloat16*
     stmatrix_x4(chunk_matrices(chunk, c), pair(c, 0), pair(c, 1), pair(c + 1, 0), pair(c + 1, 1));
 }
 
-// Named barriers; 0 is __syncthreads.
-enum BarrierId : int32_t { kGroupBarrier = 1 }; // + warpgroup
-
 // A chunk's place: a plain matrix (part -1) or the gate (0) or up (1) half of one.
 struct ChunkTarget {
   const CUtensorMap* map;

@@ -32,8 +32,8 @@ __device__ __forceinline__ void activation_grad(const SwiGlu& f, float gate, flo
   const float g = limit_above(gate, f.clamp), u = limit_both(up, f.clamp) + f.linear_offset;
   const float s = sigmoid(g), silu = g * s, d = d_h * weight;
   h = silu * u;
-  d_gate = gate <= f.clamp ? d * u * (s + silu * (1.0f - s)) : 0.0f;
-  d_up = fabsf(up) <= f.clamp ? d * silu : 0.0f;
+  d_gate = gate > f.clamp ? 0.0f : d * u * (s + silu * (1.0f - s)); // NaN stays
+  d_up = fabsf(up) > f.clamp ? 0.0f : d * silu;
 }
 
 __device__ __forceinline__ PairGrad pair_grad(const SwiGlu& f, uint32_t gate, uint32_t up, float d0, float d1,
@@ -196,7 +196,7 @@ __device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& a
 }
 
 // Added to fp32 by the copy engine, in L2. `map` of the gradient, in boxes of 64 lines by 128 bytes. Subnormal numbers
-// become 0.
+// may become 0.
 __device__ __forceinline__ void add_weight_grad(Stager& stager, const Accumulators& acc, const CUtensorMap* map,
                                                 const WeightGradTile& tile) {
   constexpr int32_t kColumns = 32;

@@ -76,6 +76,13 @@ template <bool kSystem> struct Backward {
   __device__ void* grad_of(const TileSlot& tile) const {
     return (tile.phase() == TilePhase::kWgrad2 ? p.w2_grads : p.w1_grads)[tile.expert];
   }
+  __device__ bool adds_fp32() const {
+    return p.accumulate != 0 && static_cast<GradType>(p.grad_type) == GradType::kFloat32;
+  }
+  __device__ const CUtensorMap* grad_map_of(const TileSlot& tile) const {
+    const void* maps = tile.phase() == TilePhase::kWgrad2 ? p.w2_grad_maps : p.w1_grad_maps;
+    return static_cast<const CUtensorMap*>(maps) + tile.expert;
+  }
   // First row of a row block in the scratch.
   __device__ int32_t place(int32_t row_block) const {
     return (replaying ? row_block % ring.blocks : row_block) * kBlockRows;
@@ -231,6 +238,7 @@ template <bool kSystem> struct Backward {
     const int32_t part = 2 * (tile.row_block % 2) + consumer.group; // of the cluster tile's 256 lines
     float4* partial = reinterpret_cast<float4*>(p.partials) +
                       (static_cast<int64_t>(wgrad.number(w2, tile.row_block, tile.column)) * 4 + part) * 32 * 128;
+    if (adds_fp32() && !idle && consumer.stager.elected()) acquire_tensor_map(grad_map_of(tile)); // takes a while
     if (idle) {
       consumer.stager.report(); // else the main loop does
       for (float& value : acc) value = 0.0f;
@@ -261,18 +269,15 @@ template <bool kSystem> struct Backward {
   }
 
   __device__ void emit_wgrad(const TileSlot& tile, Consumer& consumer, Accumulators& acc, void* grad) const {
-    const bool w2 = tile.phase() == TilePhase::kWgrad2, accumulate = p.accumulate != 0;
+    const bool w2 = tile.phase() == TilePhase::kWgrad2;
     const WeightGradTile to = {w2 ? p.call.hidden : 2 * p.intermediate, w2 ? p.intermediate : p.call.hidden,
                                tile.row_block * kBlockRows + consumer.group * kBoxRows, tile.column * kTileColumns};
     if (to.outside()) return;
-    const bool fp32 = static_cast<GradType>(p.grad_type) == GradType::kFloat32;
-    if (fp32 && accumulate) {
-      const CUtensorMap* map = static_cast<const CUtensorMap*>(w2 ? p.w2_grad_maps : p.w1_grad_maps) + tile.expert;
-      if (consumer.stager.elected()) acquire_tensor_map(map);
-      add_weight_grad(consumer.stager, acc, map, to);
-    } else if (fp32) {
+    if (adds_fp32()) {
+      add_weight_grad(consumer.stager, acc, grad_map_of(tile), to);
+    } else if (static_cast<GradType>(p.grad_type) == GradType::kFloat32) {
       emit_weight_grad(consumer.stager, acc, static_cast<float*>(grad), to);
-    } else if (accumulate) {
+    } else if (p.accumulate != 0) {
       add_weight_grad(acc, static_cast<__nv_bfloat16*>(grad), to);
     } else {
       emit_weight_grad(consumer.stager, acc, static_cast<__nv_bfloat16*>(grad), to);
@@ -281,7 +286,7 @@ template <bool kSystem> struct Backward {
 
   // Lines of an fp32 gradient that is added to are brought into L2 while the tile is multiplied.
   __device__ void prefetch(const TileSlot& tile) const {
-    if (!is_wgrad(tile.phase()) || p.w1_grad_maps == nullptr || !loads(tile) || !segment_of(tile).last) return;
+    if (!is_wgrad(tile.phase()) || !adds_fp32() || !loads(tile) || !segment_of(tile).last) return;
     const bool w2 = tile.phase() == TilePhase::kWgrad2;
     const int32_t lines = w2 ? p.call.hidden : 2 * p.intermediate, columns = w2 ? p.intermediate : p.call.hidden;
     const int32_t first = tile.row_block * kBlockRows, column = tile.column * kTileColumns;

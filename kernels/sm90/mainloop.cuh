@@ -232,6 +232,9 @@ template <bool kTransposedA_, bool kTransposedB_> struct Majors {
   static constexpr bool kTransposedA = kTransposedA_, kTransposedB = kTransposedB_;
 };
 
+// Named barriers; 0 is __syncthreads.
+enum BarrierId : int32_t { kGroupBarrier = 1 }; // + warpgroup
+
 // A consumer warpgroup's way through the stages.
 struct StageReader {
   SharedStorage& s;
@@ -247,12 +250,16 @@ struct StageReader {
     if (thread == 0) arrive_local(&s.empty[slot]);
     if (thread == 32) arrive_cluster(peer_empty + slot);
   }
+  // All threads have waited for every stage before one is given back: used again, a stage may come to an end of a phase
+  // that looks to a late warp as if the one that it waits for had not come.
   __device__ __forceinline__ void skip_epilogue_input() {
+    static_assert(kInputStages == kStages);
     for (int32_t chunk = 0; chunk < kInputStages; ++chunk) {
       wait();
-      release(cursor.slot);
       cursor.advance();
     }
+    sync_threads<128>(kGroupBarrier + group);
+    for (int32_t slot = 0; slot < kStages; ++slot) release(slot);
   }
 };
 
