@@ -142,6 +142,13 @@ def test_simulated_nvlink_floor_matches_the_closed_form() -> None:
     assert simulate(H200, Policy(), traffic).floors.nvlink_s == pytest.approx(expected, rel=0.05)
 
 
+def test_backward_is_no_faster_than_hbm_moves_weight_gradients() -> None:
+    shape = shape_of(1, 64, 1)
+    outcome = simulate(H200.with_(hbm=1e9), Policy(), build_traffic(shape, sample_routing(shape, 64)), "bwd")
+    weights = 64 * 3 * 512 * 384
+    assert outcome.total_s == pytest.approx(weights * (2 + 8) / 1e9)  # bf16 read, fp32 sums read and written
+
+
 def packed(ranks: int, tokens: int, hidden: int, width: int) -> Traffic:
     """Every expert gets the same number of rows, whole blocks of them."""
     shape = shape_of(ranks, 2, 2, hidden=hidden, width=width)

@@ -29,16 +29,18 @@ from mok_megatron.simulator import (
 
 H200 = Machine.from_gpu(gpu("h200"))
 BENCHMARKS = Path(__file__).parent.parent / "docs" / "benchmarks"
-KERNEL = "8bbf76d"
-FILES = sorted(p for p in BENCHMARKS.glob("h200-2026-11-30-*.json") if json.loads(p.read_text())["commit"] == KERNEL)
-"""Files of one kernel on one GPU: the constants of the model are of that kernel."""
-UNIFORM = [path for path in FILES if "zipf" not in path.name and "single-hot" not in path.name]
+NEWEST = sorted(BENCHMARKS.glob("h200-2026-12-01-*.json"))
+"""Files of the kernels whose constants the model has, on one GPU."""
+OLDER = [BENCHMARKS / f"h200-2026-11-30-{name}.json" for name in ("tokens", "zipf", "single-hot")]
+"""Forwards of an older kernel: the newest one was measured at no other number of tokens and with no other routing."""
+BOTH = BENCHMARKS / "h200-2026-12-01-megatron-te.json"
+"""The one file with the backward that adds to ``main_grad``."""
 
 
 @cache
 def measured() -> list[tuple[str, Measurement]]:
     """Every training timing of this project on H200: (file, measurement)."""
-    return [(path.name, m) for path in FILES for m in load_measurements(path)]
+    return [(path.name, m) for path in [*NEWEST, *OLDER] for m in load_measurements(path)]
 
 
 def error(machine: Machine, m: Measurement) -> float:
@@ -46,14 +48,23 @@ def error(machine: Machine, m: Measurement) -> float:
 
 
 def test_what_was_measured_is_read() -> None:
-    assert len(UNIFORM) >= 3
+    assert len(NEWEST) >= 4
     kinds = {(m.routing, m.direction) for _, m in measured()}
     assert kinds == {("uniform", "fwd"), ("uniform", "bwd"), ("zipf", "fwd"), ("single-hot", "fwd")}
-    forward = [m.ms for name, m in measured() if "backward" in name and m.direction == "fwd"]
-    assert forward == pytest.approx([8.236, 4.500, 8.018, 1.250], abs=2e-3)  # forward+backward minus backward
+    backward = [m.ms for m in load_measurements(BOTH) if m.direction == "bwd"]
+    assert backward == pytest.approx([18.977, 8.946, 19.337, 3.115], abs=2e-3)
 
 
-@pytest.mark.parametrize("path", UNIFORM, ids=lambda path: path.stem)
+def test_a_forward_that_was_not_timed_is_the_difference(tmp_path: Path) -> None:
+    case = {"shape": [512, 384], "T": 64, "K": 2, "E": 4, "implementation": "mok-main-grad"}
+    times = {"forward+backward": 3.0, "backward": 2.0}
+    results = [{**case, "direction": direction, "ms": ms} for direction, ms in times.items()]
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"results": results}))
+    assert {m.direction: m.ms for m in load_measurements(path)} == {"fwd": 1.0, "bwd": 2.0}
+
+
+@pytest.mark.parametrize("path", [*NEWEST, OLDER[0]], ids=lambda path: path.stem)
 def test_one_file_predicts_what_all_others_measured_within_ten_percent(path: Path) -> None:
     """Other shapes, other numbers of tokens, other routings, both directions."""
     fitted = calibrate(H200, load_measurements(path))
@@ -61,20 +72,24 @@ def test_one_file_predicts_what_all_others_measured_within_ten_percent(path: Pat
         assert abs(error(fitted, m)) < 0.10, f"{path.name} predicts {m} of {name} {error(fitted, m):+.1%} off"
 
 
-@pytest.mark.parametrize("hidden", sorted({m.shape.hidden for _, m in measured()}))
-def test_one_shape_predicts_the_others(hidden: int) -> None:
-    """Forward within 10 %; backward only within 15 %: GLM-4.5's is faster than the others' by what is not modelled."""
-    known = [m for name, m in measured() if "backward" in name and m.shape.hidden == hidden]
+@pytest.mark.parametrize("hidden", sorted({m.shape.hidden for m in load_measurements(BOTH)}))
+def test_one_shape_predicts_the_others_within_ten_percent(hidden: int) -> None:
+    known = [m for m in load_measurements(BOTH) if m.shape.hidden == hidden]
     assert len(known) == 2
     fitted = calibrate(H200, known)
     for name, m in measured():
-        limit = 0.10 if m.direction == "fwd" else 0.15
-        assert abs(error(fitted, m)) < limit, f"H={hidden} predicts {m} of {name} {error(fitted, m):+.1%} off"
+        assert abs(error(fitted, m)) < 0.10, f"H={hidden} predicts {m} of {name} {error(fitted, m):+.1%} off"
+
+
+def test_all_shapes_together_describe_backward_within_five_percent() -> None:
+    fitted = calibrate(H200, load_measurements(BOTH))
+    for m in load_measurements(BOTH):
+        assert m.direction == "fwd" or abs(error(fitted, m)) < 0.05, f"{m}: {error(fitted, m):+.1%}"
 
 
 def test_without_calibration_the_error_is_what_the_basis_says() -> None:
-    assert "within 15 % of what one GPU was measured to take" in H200.basis
-    assert max(abs(error(H200, m)) for _, m in measured()) < 0.15
+    assert "within 20 % of what one GPU was measured to take" in H200.basis
+    assert max(abs(error(H200, m)) for _, m in measured()) < 0.20
 
 
 def synthetic(tmp_path: Path, machine: Machine) -> Path:
@@ -106,8 +121,7 @@ def test_calibration_recovers_a_machine(tmp_path: Path) -> None:
 
 
 def test_long_forwards_show_the_power_limit() -> None:
-    path = next(path for path in FILES if "tokens" in path.name)
-    fitted = calibrate(H200.with_(sustained=0.6), load_measurements(path))
+    fitted = calibrate(H200.with_(sustained=0.6), load_measurements(OLDER[0]))
     assert fitted.sustained == pytest.approx(0.835, abs=0.02)
 
 
@@ -130,10 +144,9 @@ def test_calibration_refuses_what_it_cannot_use(tmp_path: Path) -> None:
 
 
 def test_rates_of_another_gpu_are_fractions_of_its_peak() -> None:
-    path = next(path for path in FILES if "forward" in path.name)
-    hopper, rack = (calibrated_machine(gpu(name), path) for name in ("h200", "gb300"))
+    hopper, rack = (calibrated_machine(gpu(name), BOTH) for name in ("h200", "gb300"))
     assert hopper.gemm_flops / 989e12 == pytest.approx(rack.gemm_flops / gpu("gb300").bf16_peak_flops)
-    assert "calibrated on 2 forward timing(s) of H200 SXM" in rack.basis
+    assert "calibrated on 8 forward and backward timing(s) of H200 SXM" in rack.basis
     assert "GB300 NVL72 assumed to reach the same fraction of its BF16 peak, error there unknown" in rack.basis
 
 
@@ -142,8 +155,8 @@ def test_both_verbs_predict_from_a_benchmark_file(verb: str, capsys: pytest.Capt
     sizes = ["--ep", "8", "--tokens", "512"] if verb == "simulate" else ["--nodes", "1"]
     command = [verb, "tiny-deepseek" if verb == "plan" else "qwen3-30b-a3b", "--gpu", "h200", *sizes]
     texts = []
-    for more in ([], ["--calibrate", str(next(path for path in FILES if "backward" in path.name))]):
+    for more in ([], ["--calibrate", str(BOTH)]):
         assert cli.main([*command, *more]) == 0
         texts.append(capsys.readouterr().out)
-    assert "not calibrated, within 15 %" in texts[0]
-    assert re.search(r"calibrated on 8 forward and backward timing\(s\) of H200 SXM, worst error there [56]", texts[1])
+    assert "not calibrated, within 20 %" in texts[0]
+    assert re.search(r"calibrated on 8 forward and backward timing\(s\) of H200 SXM, worst error there [78]", texts[1])

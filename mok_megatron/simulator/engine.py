@@ -134,11 +134,12 @@ def traffic_floors(machine: Machine, policy: Policy, traffic: Traffic, direction
                     inward[source] += back
                     outward[rank] += back
     busiest = max(float(inward.max()), float(outward.max())) * 2 * shape.hidden
-    weights = shape.experts_per_rank * 3 * shape.hidden * shape.intermediate * 2
+    weights = shape.experts_per_rank * 3 * shape.hidden * shape.intermediate
+    per_weight = 2 if direction == "fwd" else 10  # backward also reads and writes its fp32 gradient
     return Floors(
         flop_s=float(traffic.rows.max()) * per_row / machine.rate(direction, -math.inf),
         nvlink_s=busiest / machine.nvlink,
-        hbm_s=weights / machine.hbm,
+        hbm_s=weights * per_weight / machine.hbm,
     )
 
 
