@@ -249,16 +249,12 @@ class Ring:
     window: int
 
 
-def _ring(blocks: int, lag: int, world: int) -> Ring:
+def ring_of(blocks: int, lag: int, world: int) -> Ring:
+    """A ring of ``blocks``, as forward has it; ``lag`` segments are wished for between the first and the last phase."""
     window = 1 if world == 1 else max(1, blocks // 8)
     room = blocks + 1 - window
     lag = min(lag, room - 1)
     return Ring(blocks=blocks, segment=room // (lag + 1), lag=lag, window=window)
-
-
-def forward_ring(capacity_blocks: int, lag: int, world: int) -> Ring:
-    """The ring of forward, which has all of the capacity; ``lag`` segments are wished for between FC1 and FC2."""
-    return _ring(capacity_blocks, lag, world)
 
 
 MOST_BACKWARD_LAG = 6
@@ -271,8 +267,8 @@ def backward_ring(capacity_blocks: int, lag: int, usual_blocks: int, world: int)
     where an expert of ``usual_blocks`` row blocks would be cut.
     """
     blocks = max(1, capacity_blocks // 2)
-    rings = [_ring(blocks, fewer, world) for fewer in range(min(lag, MOST_BACKWARD_LAG), 0, -1)]
-    return next((ring for ring in rings if ring.segment >= usual_blocks), _ring(blocks, 0, world))
+    rings = [ring_of(blocks, fewer, world) for fewer in range(min(lag, MOST_BACKWARD_LAG), 0, -1)]
+    return next((ring for ring in rings if ring.segment >= usual_blocks), ring_of(blocks, 0, world))
 
 
 def fc2_lag(expected_rows: float, *, fc1_columns: int, clusters: int, experts: int) -> int:

@@ -23,7 +23,7 @@ from mok_megatron.tile_order import (
     backward_ring,
     cut_into_segments,
     fc2_lag,
-    forward_ring,
+    ring_of,
 )
 
 SOURCE = Path(__file__).parent / "native" / "tile_order.cpp"
@@ -145,7 +145,7 @@ def test_native_segments_are_the_models(native: Native) -> None:
 def test_native_rings_are_the_models(native: Native) -> None:
     capacities = [*range(1, 70), 500, 4096]
     forward = list(itertools.product(capacities, range(12), (1, 2)))
-    rings, answers = [forward_ring(*case) for case in forward], native([2, *case] for case in forward)
+    rings, answers = [ring_of(*case) for case in forward], native([2, *case] for case in forward)
     backward = list(itertools.product(capacities, range(8), (1, 2, 5, 17, 500), (1, 2)))
     rings += [backward_ring(*case) for case in backward]
     answers += native([3, *case] for case in backward)

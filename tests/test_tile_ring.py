@@ -22,7 +22,7 @@ from mok_megatron.tile_order import (
     TileOrder,
     WeightGradients,
     backward_ring,
-    forward_ring,
+    ring_of,
 )
 
 WGRAD = WeightGradients(pairs2=1, columns2=2, pairs1=1, columns1=1)
@@ -84,10 +84,7 @@ def late_blocks(order: TileOrder, ring: Ring) -> list[int]:
 
 SKEWED = [[40], [0, 37, 0], [1] * 30, [1, 0, 25, 1, 1], [13, 2, 13], [2, 1, 3, 1, 2, 5, 1, 1, 4]]
 RINGS = [
-    forward_ring(capacity, lag, world)
-    for capacity in [*range(1, 14), 24, 50]
-    for lag in (1, 2, 3, 9)
-    for world in (1, 2)
+    ring_of(capacity, lag, world) for capacity in [*range(1, 14), 24, 50] for lag in (1, 2, 3, 9) for world in (1, 2)
 ]
 BACKWARD_RINGS = [
     backward_ring(capacity, lag, usual, world)
@@ -296,7 +293,7 @@ class Run:
 def start(backward: bool, capacity: int, row_blocks: Sequence[int], seed: int, **rules: bool) -> None:
     rng = random.Random(seed)
     world = rng.choice((1, 2))
-    ring = forward_ring(capacity, rng.choice((1, 2, 5)), world)
+    ring = ring_of(capacity, rng.choice((1, 2, 5)), world)
     if backward:
         ring = backward_ring(capacity, rng.choice((2, 4, 6)), rng.choice((1, 3, 6)), world)
     order = backward_order(row_blocks, ring, rng.choice((0, capacity))) if backward else forward_order(row_blocks, ring)

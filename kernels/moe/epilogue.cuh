@@ -89,15 +89,19 @@ struct Stager {
     sync_threads<128>(kGroupBarrier + group);
     return s.staging[group][buffer];
   }
-  // All have filled it; copy() is called by one thread.
   template <class Copy> __device__ __forceinline__ void close(Copy copy) {
+    copy_out(copy, [] {});
+    buffer = (buffer + 1) % kChunkBuffers;
+  }
+  // All have written what copy() is to copy; one thread calls it, and `then`.
+  template <class Copy, class Then> __device__ __forceinline__ void copy_out(Copy copy, Then then) const {
     ptx::fence_proxy_async(ptx::space_shared);
     sync_threads<128>(kGroupBarrier + group);
     if (elected()) {
       copy();
       ptx::cp_async_bulk_commit_group();
+      then();
     }
-    buffer = (buffer + 1) % kChunkBuffers;
   }
 
   template <class Pair> __device__ __forceinline__ void put(const ChunkTarget& to, Pair pair) {

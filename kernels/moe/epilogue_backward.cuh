@@ -60,15 +60,10 @@ struct InputStages {
   __device__ __forceinline__ __nv_bfloat16* spare_box() const {
     return stages.s.a[stages.cursor.slot] + stages.group * kBoxElements;
   }
-  // All have written what copy(), called by one thread, is to copy.
   template <class Copy> __device__ __forceinline__ void close(Copy copy) {
-    ptx::fence_proxy_async(ptx::space_shared);
-    sync_threads<128>(kGroupBarrier + stages.group);
-    if (stager.elected()) {
-      copy();
-      ptx::cp_async_bulk_commit_group();
+    stager.copy_out(copy, [this] {
       if (previous >= 0) release_when_read<1>();
-    }
+    });
     previous = stages.cursor.slot;
     stages.cursor.advance();
   }

@@ -32,7 +32,6 @@ inline constexpr int kProducerRegisters = 88, kConsumerRegisters = 208;
 
 // What a consumer warpgroup carries from tile to tile.
 struct Consumer {
-  int32_t group;
   StageReader stages;
   Stager stager;
 
@@ -100,7 +99,7 @@ __device__ __forceinline__ void consume(const Program& program, SharedStorage& s
   const int32_t group = __shfl_sync(~0u, threadIdx.x / 128, 0) - 1; // uniform: the descriptors stay out of registers
   SlotReader reader(s);
   uint64_t* peer_empty = cooperative_groups::this_cluster().map_shared_rank(s.empty, cta ^ 1);
-  Consumer consumer = {group, {s, group, peer_empty}, {s, group}};
+  Consumer consumer = {{s, group, peer_empty}, {s, group}};
   for (;;) {
     // Whoever has to wait first reports its last tile: what it waits for may depend on that.
     if (!reader.ready()) consumer.stager.report();

@@ -231,9 +231,6 @@ MOK_HD Ring ring_of(int32_t blocks, int32_t lag, int32_t world) {
   const int32_t fitting = lag < room ? lag : room - 1;
   return {blocks, room / (fitting + 1), fitting, window};
 }
-MOK_HD Ring forward_ring(int32_t capacity_blocks, int32_t lag, int32_t world) {
-  return ring_of(capacity_blocks, lag, world);
-}
 inline constexpr int32_t kMostLag = 6; // of backward
 
 // dY and x share the place that x rows have in forward. Half of `lag` lies between rebuild and FC1, half between FC1

@@ -192,7 +192,8 @@ template <bool kSystem> struct Backward {
       compute_wgrad(tile, consumer, acc);
       return;
     }
-    const int32_t block = tile.row_block, in_block = consumer.group * kBoxRows, row = block * kBlockRows + in_block;
+    const int32_t block = tile.row_block, in_block = consumer.stager.group * kBoxRows,
+                  row = block * kBlockRows + in_block;
     if (tile.phase() == TilePhase::kRebuild) {
       consumer.multiply<Majors<false, false>>(p.call.hidden, acc);
       if (counted(tile))
@@ -235,7 +236,7 @@ template <bool kSystem> struct Backward {
     void* grad = grad_of(tile);
     const Segment segment = segment_of(tile);
     const bool w2 = tile.phase() == TilePhase::kWgrad2, idle = grad == nullptr || segment.blocks == 0;
-    const int32_t part = 2 * (tile.row_block % 2) + consumer.group; // of the cluster tile's 256 lines
+    const int32_t part = 2 * (tile.row_block % 2) + consumer.stager.group; // of the cluster tile's 256 lines
     float4* partial = reinterpret_cast<float4*>(p.partials) +
                       (static_cast<int64_t>(wgrad.number(w2, tile.row_block, tile.column)) * 4 + part) * 32 * 128;
     if (adds_fp32() && !idle && consumer.stager.elected()) acquire_tensor_map(grad_map_of(tile)); // takes a while
@@ -252,13 +253,13 @@ template <bool kSystem> struct Backward {
     }
     if (!segment.last && !idle) {
       store_partial(acc, partial);
-      sync_threads<128>(kGroupBarrier + consumer.group);
+      sync_threads<128>(kGroupBarrier + consumer.stager.group);
       if (consumer.stager.elected()) add_release_gpu(segment_done + segment.first, 1);
       return;
     }
     // The rows have been read, for a warpgroup multiplies as one; nobody waits for the gradient itself. The other
     // threads' partial sums have been read, too, but that is for the barrier to say.
-    if (segment.piece > 0) sync_threads<128>(kGroupBarrier + consumer.group);
+    if (segment.piece > 0) sync_threads<128>(kGroupBarrier + consumer.stager.group);
     if (replaying && segment.blocks > 0 && consumer.stager.elected()) {
       if (segment.piece > 0)
         add_release_gpu(segment_done + segment.first, 1);
@@ -271,7 +272,8 @@ template <bool kSystem> struct Backward {
   __device__ void emit_wgrad(const TileSlot& tile, Consumer& consumer, Accumulators& acc, void* grad) const {
     const bool w2 = tile.phase() == TilePhase::kWgrad2;
     const WeightGradTile to = {w2 ? p.call.hidden : 2 * p.intermediate, w2 ? p.intermediate : p.call.hidden,
-                               tile.row_block * kBlockRows + consumer.group * kBoxRows, tile.column * kTileColumns};
+                               tile.row_block * kBlockRows + consumer.stager.group * kBoxRows,
+                               tile.column * kTileColumns};
     if (to.outside()) return;
     if (adds_fp32()) {
       add_weight_grad(consumer.stager, acc, grad_map_of(tile), to);

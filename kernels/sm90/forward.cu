@@ -70,7 +70,7 @@ template <bool kSystem> struct Forward {
   }
 
   __device__ void compute(const TileSlot& tile, Consumer& consumer) const {
-    const int32_t block = tile.row_block, in_block = consumer.group * kBoxRows;
+    const int32_t block = tile.row_block, in_block = consumer.stager.group * kBoxRows;
     SlotRows slots;
     if (!is_fc1(tile)) slots.look_up(sources(), block * kBlockRows + in_block);
     Accumulators acc; // dead between tiles: declared further out, the compiler would keep it through the epilogue
@@ -130,7 +130,7 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
   run_program(s, p.counters, communicates, [&] {
     for (int32_t i = threadIdx.x; i <= experts; i += kThreads) s.table[i] = p.tile_table[i];
     const uint32_t epoch = *p.call.epoch;
-    const Ring ring = forward_ring(p.call.capacity / kBlockRows, p.lag, p.call.world);
+    const Ring ring = ring_of(p.call.capacity / kBlockRows, p.lag, p.call.world);
     const bool rings = p.expert_first_row[experts] > p.call.capacity;
     uint32_t* counters = p.counters + kCounterWords;
     return Forward<kSystem>{p,

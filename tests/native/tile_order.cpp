@@ -74,7 +74,7 @@ int main() {
       print_segments(line);
       break;
     case 2:
-      print(mok::forward_ring(line[1], line[2], line[3]));
+      print(mok::ring_of(line[1], line[2], line[3]));
       break;
     default:
       print(mok::backward_ring(line[1], line[2], line[3], line[4]));
