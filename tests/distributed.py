@@ -51,19 +51,27 @@ def run_ranks(world_size: int, fn: Callable[..., Any], *args: Any, timeout_s: fl
         return [pickle.loads(_result_path(folder, rank).read_bytes()) for rank in range(world_size)]
 
 
+def init_group(
+    rank: int, world_size: int, backend: str, rendezvous: str, timeout_s: float, device: torch.device | None = None
+) -> None:
+    """This process as ``rank`` of the default group, with torchrun's environment; NCCL wants its ``device``."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device,
+    )
+
+
 def _rank_main(
     rank: int, world_size: int, folder: str, timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     try:
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
         torch.set_num_threads(1)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-        )
+        init_group(rank, world_size, "gloo", f"{folder}/rendezvous", timeout_s)
         result = fn(rank, world_size, *args)
         _result_path(folder, rank).write_bytes(pickle.dumps(result))
         if dist.is_initialized():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -64,24 +64,34 @@ def make_inputs(
     )
 
 
-def make_backend(inputs: Inputs, group: dist.ProcessGroup | None = None, config: MokConfig | None = None) -> Backend:
-    """The reference backend for ``inputs`` in ``group`` (None: one rank)."""
+def shape_of(inputs: Inputs, ranks: int = 1) -> MoeShape:
+    """The layer that the inputs are for, on ``ranks`` ranks."""
     experts, hidden, intermediate = inputs.w2.shape
-    shape = MoeShape(
+    return MoeShape(
         hidden=hidden,
         intermediate=intermediate,
         num_experts=experts,
         top_k=inputs.top_k,
-        ep_size=1 if group is None else group.size(),
+        ep_size=ranks,
         activation=inputs.activation,
     )
+
+
+def of_rank(rank: int, tokens: Sequence[int], experts: int) -> tuple[slice, slice]:
+    """The rank's part of all tokens, given how many each rank has, and of all experts."""
+    first, local = sum(tokens[:rank]), experts // len(tokens)
+    return slice(first, first + tokens[rank]), slice(rank * local, (rank + 1) * local)
+
+
+def make_backend(inputs: Inputs, group: dist.ProcessGroup | None = None, config: MokConfig | None = None) -> Backend:
+    """The reference backend for ``inputs`` in ``group`` (None: one rank)."""
+    shape = shape_of(inputs, 1 if group is None else group.size())
     return ReferenceBackend(shape, config or MokConfig(), group, inputs.x.device, inputs.x.dtype)
 
 
 def run_layer(inputs: Inputs, backend: Backend, tokens: tuple[int, ...], rank: int = 0) -> Result:
     """Forward and backward of ``rank``'s tokens and experts through ``apply_experts``, with autograd's gradients."""
-    first, local = sum(tokens[:rank]), inputs.w1.shape[0] // len(tokens)
-    mine, held = slice(first, first + tokens[rank]), slice(rank * local, (rank + 1) * local)
+    mine, held = of_rank(rank, tokens, len(inputs.w1))
     x, probs = (tensor[mine].clone().requires_grad_() for tensor in (inputs.x, inputs.probs))
     w1 = [torch.nn.Parameter(w.clone()) for w in inputs.w1[held]]
     w2 = [torch.nn.Parameter(w.clone()) for w in inputs.w2[held]]
@@ -90,14 +100,14 @@ def run_layer(inputs: Inputs, backend: Backend, tokens: tuple[int, ...], rank: i
         x,
         probs,
         inputs.routing_map[mine],
-        ExpertParams(tuple(w1), local),
-        ExpertParams(tuple(w2), local),
+        ExpertParams(tuple(w1), len(w1)),
+        ExpertParams(tuple(w2), len(w2)),
         layer=1,
         fuse_grad_accumulation=False,
     )
     leaves = (x, probs, *w1, *w2)
     dx, dprobs, *dw = torch.autograd.grad(y, leaves, inputs.dy[mine])
-    return Result(y.detach(), dx, dprobs, torch.stack(dw[:local]), torch.stack(dw[local:]))
+    return Result(y.detach(), dx, dprobs, torch.stack(dw[: len(w1)]), torch.stack(dw[len(w1) :]))
 
 
 def join_ranks(results: list[Result]) -> Result:

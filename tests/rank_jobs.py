@@ -33,8 +33,10 @@ from tests.layer_run import (
     Inputs,
     assert_errs_at_most_twice_eager,
     assert_same_bits,
+    of_rank,
     poisoned_memory,
     relative_error,
+    shape_of,
 )
 from tests.reference_math import Result
 from tests.routing_cases import CASES, RoutingCase, all_to
@@ -71,14 +73,7 @@ class RealRank(VirtualRanks):
         self.group = group or dist.group.WORLD
         assert self.group is not None
         self.rank, self.tokens = self.group.rank(), case.tokens
-        self.shape = MoeShape(
-            hidden=inputs.x.shape[1],
-            intermediate=inputs.w2.shape[2],
-            num_experts=case.num_experts,
-            top_k=case.top_k,
-            ep_size=case.world,
-            activation=inputs.activation,
-        )
+        self.shape = shape_of(inputs, case.world)
         reason = cuda_unavailable_reason(_device(), self.shape, torch.bfloat16)
         assert reason is None, reason
         rows = max(memory.worst_case_rows(self.shape, max(case.tokens)), 128)
@@ -93,9 +88,7 @@ class RealRank(VirtualRanks):
 
     def parts(self, inputs: Inputs, tokens: Sequence[int] | None = None) -> Parts:
         """What is this rank's of a batch."""
-        tokens = tokens or self.tokens
-        first, local = sum(tokens[: self.rank]), self.shape.experts_per_rank
-        mine, held = slice(first, first + tokens[self.rank]), slice(self.rank * local, (self.rank + 1) * local)
+        mine, held = of_rank(self.rank, tokens or self.tokens, len(inputs.w1))
         data = [t[mine].to(_device()) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.dy)]
         return Parts(*data, list(inputs.w1[held].to(_device())), list(inputs.w2[held].to(_device())))
 
@@ -146,8 +139,7 @@ def virtual(case: RoutingCase, inputs: Inputs, *, accumulate: bool = False, **op
 
 def share(whole: Result, tokens: Sequence[int], rank: int) -> Result:
     """The rank's tokens and experts of a result of all ranks."""
-    first, local = sum(tokens[:rank]), whole.dw1.shape[0] // len(tokens)
-    mine, held = slice(first, first + tokens[rank]), slice(rank * local, (rank + 1) * local)
+    mine, held = of_rank(rank, tokens, len(whole.dw1))
     return Result(whole.y[mine], whole.dx[mine], whole.dprobs[mine], whole.dw1[held], whole.dw2[held])
 
 
@@ -255,8 +247,7 @@ def graph(rank: int, world_size: int) -> None:
     with torch.cuda.graph(captured_graph, capture_error_mode="thread_local"):
         captured = call()
     one_sided = replace(case, pick=all_to(5, 6))
-    first = sum(case.tokens[:rank])
-    mine = slice(first, first + case.tokens[rank])
+    mine, _ = of_rank(rank, case.tokens, case.num_experts)
     for seed in range(12):
         new = inputs_of(one_sided if seed % 2 else case, seed=200 + seed)
         for target, source in ((x, new.x), (probs, new.probs), (routing_map, new.routing_map), (dy, new.dy)):
@@ -267,8 +258,7 @@ def graph(rank: int, world_size: int) -> None:
         replayed = [t.clone() for t in captured]
         again = call()
         assert all(torch.equal(a, b) for a, b in zip(replayed, again, strict=True)), f"replay {seed}"
-        moved = inputs_of(one_sided if seed % 2 else case, seed=200 + seed)
-        whole = replace(moved, w1=inputs.w1, w2=inputs.w2)
+        whole = replace(new, w1=inputs.w1, w2=inputs.w2)
         assert torch.equal(replayed[0], virtual(case, whole).y[mine]), f"replay {seed}"
     real.settle()
     real.close()
@@ -319,7 +309,7 @@ def layers(rank: int, world_size: int, count: int) -> None:
     taken = free - torch.cuda.mem_get_info()[0]
     ring_rows = backends[0].sizes(128).ring_rows  # type: ignore[attr-defined]
     assert taken < memory.workspace_bytes(shape, 128, ring_rows) + (128 << 20), f"{taken} bytes for {count} layers"
-    mine, held = slice(128 * rank, 128 * (rank + 1)), slice(4 * rank, 4 * (rank + 1))
+    mine, held = of_rank(rank, case.tokens, case.num_experts)
     probs, routing_map, dy = (t[mine].to(_device()) for t in (inputs.probs, inputs.routing_map, inputs.dy))
     w1, w2 = (
         ExpertParams(tuple(torch.nn.Parameter(w) for w in weights[held].to(_device())), 4)

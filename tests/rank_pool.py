@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from tests.distributed import init_group
 
 _GRACE_S = 3.0
 """After one rank failed, the others get this long to say something before all are killed."""
@@ -105,20 +105,10 @@ def group_backend(world_size: int) -> str:
 
 def join_group(rank: int, world_size: int, backend: str, rendezvous: str) -> None:
     """This process as ``rank`` of the default group; GPU ``rank``, counted modulo those there are, is current."""
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
-    options: dict[str, Any] = {}
     if torch.cuda.device_count() > 0:
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    if backend == "nccl":
-        options["device_id"] = torch.device("cuda", torch.cuda.current_device())
-    dist.init_process_group(
-        backend,
-        init_method=f"file://{rendezvous}",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=_GROUP_TIME_LIMIT_S),
-        **options,
-    )
+    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else None
+    init_group(rank, world_size, backend, rendezvous, _GROUP_TIME_LIMIT_S, device)
 
 
 def _serve(rank: int, world_size: int, backend: str, folder: str, pipe: Connection) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from mok_megatron.autograd import ExpertParams, apply_experts
 from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
-from mok_megatron.config import Activation, MoeShape, MokConfig
+from mok_megatron.config import Activation, MokConfig
 from tests import routing_cases
 from tests.layer_run import (
     PLAIN,
@@ -25,6 +25,7 @@ from tests.layer_run import (
     make_inputs,
     poisoned_memory,
     run_layer,
+    shape_of,
 )
 from tests.reference_math import Result
 from tests.routing_cases import RoutingCase
@@ -55,14 +56,7 @@ def _inputs(case: RoutingCase, activation: Activation = PLAIN) -> Inputs:
 
 
 def _backend(inputs: Inputs, **options: object) -> CudaBackend:
-    experts, hidden, intermediate = inputs.w2.shape
-    shape = MoeShape(
-        hidden=hidden,
-        intermediate=intermediate,
-        num_experts=experts,
-        top_k=inputs.top_k,
-        activation=inputs.activation,
-    )
+    shape = shape_of(inputs)
     reason = cuda_unavailable_reason(DEVICE, shape, torch.bfloat16)
     assert reason is None, reason
     return CudaBackend.create(shape, MokConfig(time_limit_s=20.0, **options), None, DEVICE)  # type: ignore[arg-type]
