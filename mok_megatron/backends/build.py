@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from mok_megatron.paths import cache_dir, kernels_dir
@@ -79,7 +80,8 @@ def build(architecture: str) -> Path:
     with tempfile.TemporaryDirectory(prefix="build-", dir=target.parent.parent) as scratch:
         folder = Path(scratch) / target.parent.name
         folder.mkdir()
-        _compile(nvcc, architecture, folder / LIBRARY)
+        sources = [kernels_dir() / source for source in SOURCES[architecture]]
+        compile_library(nvcc, architecture, sources, folder / LIBRARY, what=f"the kernels for {architecture}")
         try:
             folder.rename(target.parent)
         except OSError:
@@ -88,11 +90,11 @@ def build(architecture: str) -> Path:
     return target
 
 
-def _compile(nvcc: str, architecture: str, output: Path) -> None:
+def compile_library(nvcc: str, architecture: str, sources: Sequence[Path], output: Path, *, what: str) -> None:
+    """Compile ``sources``, which may include files of ``kernels/``. Raises BuildError, naming ``what``, if it fails."""
     code = architecture.replace("sm", "sm_")
-    root = kernels_dir()
     command = [nvcc, *_FLAGS, f"-gencode=arch={code.replace('sm', 'compute')},code={code}", "--threads", "0"]
-    command += ["-o", str(output), *(str(root / source) for source in SOURCES[architecture])]
+    command += [f"-I{kernels_dir()}", "-o", str(output), *map(str, sources)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIME_LIMIT_S, check=False)
         failure = None if done.returncode == 0 else f"nvcc failed with exit code {done.returncode}"
@@ -103,6 +105,6 @@ def _compile(nvcc: str, architecture: str, output: Path) -> None:
         failure, printed = f"nvcc could not be started: {error}", ""
     if failure is not None:
         raise BuildError(
-            f"the kernels for {architecture} could not be compiled: {failure}. `mok-megatron doctor` says which CUDA "
+            f"{what} could not be compiled: {failure}. `mok-megatron doctor` says which CUDA "
             f"toolkit is needed.\n{' '.join(command)}\n{printed}"
         )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import subprocess
 import tempfile
 from ctypes import c_int32, c_int64, c_uint32, c_void_p
 from pathlib import Path
@@ -13,12 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mok_megatron.backends.build import BuildError, find_nvcc, source_hash
-from mok_megatron.paths import cache_dir, kernels_dir
+from mok_megatron.backends.build import BuildError, compile_library, find_nvcc, source_hash
+from mok_megatron.paths import cache_dir
 
 SOURCE = Path(__file__).with_name("nvlink.cu")
-_FLAGS = ("-std=c++17", "-O3", "-shared", "-Xcompiler", "-fPIC", "-Werror", "all-warnings")
-_ARCHITECTURE = "-gencode=arch=compute_90a,code=sm_90a"
+_ARCHITECTURE = "sm90a"
 
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "pull": (c_void_p, c_void_p, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_int32, c_int32),
@@ -33,7 +31,7 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 
 def compile_kernels() -> Path:
     """The library of nvlink.cu for Hopper, cached or compiled. Raises BuildError when nvcc is missing or fails."""
-    name = hashlib.sha256(SOURCE.read_bytes() + source_hash("sm90a").encode()).hexdigest()[:16]
+    name = hashlib.sha256(SOURCE.read_bytes() + source_hash(_ARCHITECTURE).encode()).hexdigest()[:16]
     target = cache_dir() / f"nvlink-{name}.so"
     if target.exists():
         return target
@@ -43,10 +41,7 @@ def compile_kernels() -> Path:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="nvlink-", dir=target.parent) as folder:
         made = Path(folder) / target.name
-        command = [nvcc, *_FLAGS, _ARCHITECTURE, f"-I{kernels_dir()}", "-o", str(made), str(SOURCE)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise BuildError(f"the benchmark's kernels could not be compiled:\n{done.stdout}{done.stderr}")
+        compile_library(nvcc, _ARCHITECTURE, [SOURCE], made, what="the benchmark's kernels")
         made.replace(target)
     return target
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from .report import pyplot, save_picture
 
 
 def tables(content: Mapping[str, Any]) -> str:
@@ -58,14 +59,8 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def draw(path: Path, content: Mapping[str, Any]) -> bool:
     """GB/s over SMs on the left, the forward over comm_sms on the right; False, said on stderr, without matplotlib."""
-    try:
-        import matplotlib
-    except ImportError:
-        sys.stderr.write(f"bench_nvlink: no picture {path}: matplotlib is not installed\n")
+    if (plt := pyplot("bench_nvlink", path)) is None:
         return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
     for what, warps in _kinds(content["bandwidth"]):
         rows = [row for row in content["bandwidth"] if (row["what"], row["warps"]) == (what, warps)]
@@ -84,7 +79,5 @@ def draw(path: Path, content: Mapping[str, Any]) -> bool:
         panel.grid(alpha=0.3)
         panel.legend(fontsize="small")
     figure.suptitle(f"NVLink, two {content['gpu']}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_picture(plt, figure, path)
     return True

@@ -157,6 +157,26 @@ def _commit() -> str:
     return commit + ("-dirty" if changed else "") if commit else "unknown"
 
 
+def pyplot(program: str, path: Path) -> Any | None:
+    """Matplotlib for pictures in files; None where it is not installed, said of ``path`` on stderr."""
+    try:
+        import matplotlib
+    except ImportError:
+        sys.stderr.write(f"{program}: no picture {path}: matplotlib is not installed\n")
+        return None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save_picture(plt: Any, figure: Any, path: Path) -> None:
+    """Write the figure, making folders as needed, and forget it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
 _TEXT_TFLOPS = 130.0
 """Bars up to this height are too short for their text, which then stands above them."""
 
@@ -167,14 +187,8 @@ def draw(path: Path, results: Sequence[Result], title: str) -> bool:
     if not timed:
         sys.stderr.write(f"bench_layer: no picture {path}: nothing was measured\n")
         return False
-    try:
-        import matplotlib
-    except ImportError:
-        sys.stderr.write(f"bench_layer: no picture {path}: matplotlib is not installed\n")
+    if (plt := pyplot("bench_layer", path)) is None:
         return False
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     directions = list(dict.fromkeys(result["direction"] for result in timed))
     names = list(dict.fromkeys(result["implementation"] for result in timed))
     cases = max(len({_label(r) for r in timed if r["direction"] == direction}) for direction in directions)
@@ -188,9 +202,7 @@ def draw(path: Path, results: Sequence[Result], title: str) -> bool:
         label: handle for panel in axes[:, 0] for handle, label in zip(*panel.get_legend_handles_labels(), strict=True)
     }
     figure.legend(known.values(), known.keys(), loc="outside lower center", ncols=6, fontsize="small")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    save_picture(plt, figure, path)
     return True
 
 

@@ -67,8 +67,11 @@ def measure_case(
                 results[entry.name] = [_describe(case, entry) | {"unavailable": reason}]
                 continue
             found = _build(case, entry, reference, meter, options)
-            results[entry.name] = [] if isinstance(found, _Built) else [found]
-            built += [found] if isinstance(found, _Built) else []
+            if isinstance(found, _Built):
+                built.append(found)
+                results[entry.name] = []
+            else:
+                results[entry.name] = [found]
         while built:
             try:
                 timed = _time(case, built, meter, cublas, options)
