@@ -10,10 +10,10 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,123 +24,24 @@ from mok_megatron import memory
 from mok_megatron.autograd import ExpertParams, apply_experts
 from mok_megatron.backend_pool import shared_backend
 from mok_megatron.backends.base import WeightGrads
-from mok_megatron.backends.cuda import CudaBackend, cuda_unavailable_reason
+from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.backends.workspace import Workspace
 from mok_megatron.config import MoeShape, MokConfig
-from tests import virtual_ranks
 from tests.layer_run import (
     QUANTITIES,
-    Inputs,
     assert_errs_at_most_twice_eager,
     assert_same_bits,
     of_rank,
     poisoned_memory,
     relative_error,
-    shape_of,
 )
+from tests.real_ranks import TIME_LIMIT_S, RealRank, own_device, share, virtual
 from tests.reference_math import Result
 from tests.routing_cases import CASES, RoutingCase, all_to
-from tests.virtual_ranks import VirtualRanks, forward_backward, inputs_of, ranks_of
-
-TIME_LIMIT_S = 20.0
-
+from tests.virtual_ranks import forward_backward, inputs_of
 
 BUSY = RoutingCase(name="busy", tokens=(257, 200), num_experts=16, top_k=4)
 ONE_SIDED = RoutingCase(name="one_sided", tokens=(300, 211), num_experts=8, top_k=4, pick=all_to(4, 5, 6, 7))
-
-
-def _device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
-
-class Parts(NamedTuple):
-    """This rank's tokens, on its GPU, and the weights of its experts."""
-
-    x: Tensor
-    probs: Tensor
-    routing_map: Tensor
-    dy: Tensor
-    w1: list[Tensor]
-    w2: list[Tensor]
-
-
-class RealRank(VirtualRanks):
-    """This process's rank of the group; what it checks and poisons is its own memory only."""
-
-    def __init__(
-        self, case: RoutingCase, inputs: Inputs, group: dist.ProcessGroup | None = None, **options: Any
-    ) -> None:
-        self.group = group or dist.group.WORLD
-        assert self.group is not None
-        self.rank, self.tokens = self.group.rank(), case.tokens
-        self.shape = shape_of(inputs, case.world)
-        reason = cuda_unavailable_reason(_device(), self.shape, torch.bfloat16)
-        assert reason is None, reason
-        rows = max(memory.worst_case_rows(self.shape, max(case.tokens)), 128)
-        config = MokConfig(**{"time_limit_s": TIME_LIMIT_S, "ring_rows": rows, **options})
-        self.backends = [CudaBackend.create(self.shape, config, self.group, _device())]
-        self.backends[0].reserve(max(case.tokens))
-
-    def settle(self) -> None:
-        """All ranks are done with everything so far."""
-        torch.cuda.synchronize()
-        dist.barrier(self.group)
-
-    def parts(self, inputs: Inputs, tokens: Sequence[int] | None = None) -> Parts:
-        """What is this rank's of a batch."""
-        mine, held = of_rank(self.rank, tokens or self.tokens, len(inputs.w1))
-        data = [t[mine].to(_device()) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.dy)]
-        return Parts(*data, list(inputs.w1[held].to(_device())), list(inputs.w2[held].to(_device())))
-
-    def call(
-        self,
-        parts: Parts,
-        *,
-        poison: bool = True,
-        accumulate: bool = False,
-        delays: tuple[int, int] = (0, 0),
-    ) -> Result:
-        """Forward and backward, fp32 weight gradients; on the GPU. Cycles of delay before each of the two."""
-        x, probs, routing_map, dy, w1, w2 = parts
-        backend = self.backends[0]
-        dw = [torch.full((len(w), *w[0].shape), 1.0 if accumulate else float("nan"), device=x.device) for w in (w1, w2)]
-        grads = WeightGrads(w1=list(dw[0]), w2=list(dw[1]), accumulate=accumulate)
-        if poison:
-            self.settle()
-            self.poison()
-            self.settle()
-        torch.cuda._sleep(delays[0])
-        schedule = backend.build_schedule(x, probs, routing_map, layer=1)
-        y, saved = backend.forward(x, schedule, w1, w2, save=True, layer=1)
-        assert saved is not None
-        torch.cuda._sleep(delays[1])
-        dprobs = torch.full_like(probs, float("nan"))
-        dx = backend.backward(dy, saved, w1, w2, grads, needs_dx=True, dprobs=dprobs, layer=1)
-        assert dx is not None
-        if poison:
-            torch.cuda.synchronize()
-            self.check_canaries()
-        return Result(y, dx, dprobs, *dw)
-
-
-def virtual(case: RoutingCase, inputs: Inputs, *, accumulate: bool = False, **options: Any) -> Result:
-    """All ranks' results by virtual ranks on this rank's GPU."""
-    virtual_ranks.DEVICE = _device()
-    x, probs, routing_map, w1, w2, dy = (
-        t.to(_device()) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2, inputs.dy)
-    )
-    ranks = ranks_of(case, inputs, **options)
-    outputs = ranks.forward(x, probs, routing_map, w1, w2)
-    dw1, dw2 = (torch.full(w.shape, 1.0 if accumulate else float("nan"), device=_device()) for w in (w1, w2))
-    dx, dprobs = ranks.backward(dy, outputs, w1, w2, dw1.unbind(), dw2.unbind(), accumulate=accumulate)
-    ranks.close()
-    return Result(torch.cat([output.y for output in outputs]), dx, dprobs, dw1, dw2)
-
-
-def share(whole: Result, tokens: Sequence[int], rank: int) -> Result:
-    """The rank's tokens and experts of a result of all ranks."""
-    mine, held = of_rank(rank, tokens, len(whole.dw1))
-    return Result(whole.y[mine], whole.dx[mine], whole.dprobs[mine], whole.dw1[held], whole.dw2[held])
 
 
 def routing(rank: int, world_size: int, name: str) -> None:
@@ -302,7 +203,7 @@ def layers(rank: int, world_size: int, count: int) -> None:
     dist.all_gather_object([0, 0], rank)
     dist.barrier()
     free = torch.cuda.mem_get_info()[0]
-    backends = [shared_backend(shape, config, group, _device(), torch.bfloat16) for _ in range(count)]
+    backends = [shared_backend(shape, config, group, own_device(), torch.bfloat16) for _ in range(count)]
     for backend in backends:
         backend.reserve(128)
     assert len({id(backend) for backend in backends}) == 1
@@ -310,14 +211,14 @@ def layers(rank: int, world_size: int, count: int) -> None:
     ring_rows = backends[0].sizes(128).ring_rows  # type: ignore[attr-defined]
     assert taken < memory.workspace_bytes(shape, 128, ring_rows) + (128 << 20), f"{taken} bytes for {count} layers"
     mine, held = of_rank(rank, case.tokens, case.num_experts)
-    probs, routing_map, dy = (t[mine].to(_device()) for t in (inputs.probs, inputs.routing_map, inputs.dy))
+    probs, routing_map, dy = (t[mine].to(own_device()) for t in (inputs.probs, inputs.routing_map, inputs.dy))
     w1, w2 = (
-        ExpertParams(tuple(torch.nn.Parameter(w) for w in weights[held].to(_device())), 4)
+        ExpertParams(tuple(torch.nn.Parameter(w) for w in weights[held].to(own_device())), 4)
         for weights in (inputs.w1, inputs.w2)
     )
 
     def step() -> list[Tensor]:
-        x = start = inputs.x[mine].to(_device()).requires_grad_()
+        x = start = inputs.x[mine].to(own_device()).requires_grad_()
         for number, backend in enumerate(backends):
             x = start + apply_experts(
                 backend, x, probs, routing_map, w1, w2, layer=number, fuse_grad_accumulation=False
@@ -336,7 +237,7 @@ def two_groups(rank: int, world_size: int) -> None:
     cases = [BUSY, RoutingCase(name="other_group", tokens=(64, 129), num_experts=8, top_k=2)]
     inputs = [inputs_of(case) for case in cases]
     expected = [share(virtual(case, one), case.tokens, rank) for case, one in zip(cases, inputs, strict=True)]
-    ahead = [symmetric_memory.empty(n << 20, dtype=torch.uint8, device=_device()) for n in range(1, 2 + 3 * rank)]
+    ahead = [symmetric_memory.empty(n << 20, dtype=torch.uint8, device=own_device()) for n in range(1, 2 + 3 * rank)]
     del ahead[::2]  # from here on, the ranks' allocations lie at other places
     real = [RealRank(case, one, group) for case, one, group in zip(cases, inputs, groups, strict=True)]
     parts = [one.parts(data) for one, data in zip(real, inputs, strict=True)]
@@ -365,7 +266,7 @@ def beside_other_kernels(rank: int, world_size: int) -> None:
     expected = share(virtual(BUSY, inputs), BUSY.tokens, rank)
     real = RealRank(BUSY, inputs)
     parts, side = real.parts(inputs), torch.cuda.Stream()
-    ones = torch.ones(1 << 22, device=_device())
+    ones = torch.ones(1 << 22, device=own_device())
     dist.all_reduce(ones.clone(), group=group)  # NCCL loads its kernels at the first
     for turn in range(12):
         summed = ones.clone()
@@ -392,7 +293,7 @@ def beside_other_kernels(rank: int, world_size: int) -> None:
 def current_device_elsewhere(rank: int, world_size: int) -> None:
     """Tensors on the rank's GPU while another one is current; nothing to see where there is only one GPU."""
     case = CASES["uniform"]
-    inputs, device = inputs_of(case), _device()
+    inputs, device = inputs_of(case), own_device()
     expected = share(virtual(case, inputs), case.tokens, rank)
     real = RealRank(case, inputs)
     x, probs, routing_map, dy, w1, w2 = real.parts(inputs)
@@ -424,7 +325,7 @@ def memory_comes_back(rank: int, world_size: int) -> None:
         group = dist.group.WORLD
         assert group is not None
         backend = CudaBackend.create(
-            MoeShape(hidden=2048, intermediate=64, num_experts=8, top_k=2, ep_size=2), MokConfig(), group, _device()
+            MoeShape(hidden=2048, intermediate=64, num_experts=8, top_k=2, ep_size=2), MokConfig(), group, own_device()
         )
         backend.reserve(8192)
         space = backend.workspace
@@ -461,7 +362,7 @@ def main() -> int:
     """All jobs, in a group that torchrun has described. Rank 0 prints; exit code 1 at the first failure."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl", device_id=_device())
+    dist.init_process_group("nccl", device_id=own_device())
     jobs = {**{f"routing {name}": partial(routing, name=name) for name in ROUTINGS}, **JOBS}
     for name, job in jobs.items():
         begin = time.perf_counter()
