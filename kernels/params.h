@@ -200,7 +200,7 @@ struct BackwardParams {
   float* partials;                 // [wgrad tiles of an expert, 2 * kBlockRows, 256] scratch: sums over pieces of it
   void* const* w1_grads;           // [e] addresses of [2I, H] in grad_type, null where frozen; null: all are
   void* const* w2_grads;           // [e] addresses of [H, I]
-  const void* w1_grad_maps;        // CUtensorMap [e] of the same in boxes of 64 x 32; only to add to fp32
+  const void* w1_grad_maps;        // CUtensorMap [e] of the same in boxes of 64 x 32; only where fp32
   const void* w2_grad_maps;        // CUtensorMap [e]
   void* dx;                        // bf16 [T, H], where wanted
   const int32_t* experts;          // [T, K]

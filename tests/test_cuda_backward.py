@@ -17,7 +17,7 @@ from mok_megatron.config import Activation
 from tests.layer_run import Inputs, assert_errs_at_most_twice_eager, assert_same_bits, poisoned_memory, relative_error
 from tests.reference_math import Result
 from tests.routing_cases import CASES, RoutingCase
-from tests.virtual_ranks import DEVICE, VirtualRanks, inputs_of, ranks_of
+from tests.virtual_ranks import DEVICE, VirtualRanks, inputs_of, ranks_of, run_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -37,44 +37,12 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-def _run(
-    ranks: VirtualRanks,
-    inputs: Inputs,
-    *,
-    dtype: torch.dtype = torch.float32,
-    accumulate: bool = False,
-    poison: bool = True,
-    delays: list[int] | None = None,
-    offset: int = 0,
-) -> Result:
-    """Forward and backward; with ``accumulate`` the sinks hold 1 before, which is taken off again in fp64.
-
-    Sinks begin ``offset`` elements behind the beginning of their memory.
-    """
-    x, probs, routing_map, w1, w2, dy = (
-        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2, inputs.dy)
-    )
-    outputs = ranks.forward(x, probs, routing_map, w1, w2)
-    if poison:  # backward must not live on what forward left in the workspace
-        ranks.poison()
-    before = 1.0 if accumulate else float("nan")
-    dw1, dw2 = (
-        torch.full((offset + w.numel(),), before, dtype=dtype, device=DEVICE)[offset:].view(w.shape) for w in (w1, w2)
-    )
-    dx, dprobs = ranks.backward(dy, outputs, w1, w2, dw1.unbind(), dw2.unbind(), accumulate=accumulate, delays=delays)
-    if poison:
-        ranks.check_canaries()
-    y = torch.cat([output.y for output in outputs])
-    was = 1.0 if accumulate else 0.0
-    return Result(*(t.cpu() for t in (y, dx, dprobs, dw1.double() - was, dw2.double() - was)))
-
-
 @pytest.mark.parametrize("name", EVERY_OTHER)
 def test_all_gradients_against_fp64(name: str) -> None:
     case = ALL[name]
     inputs = inputs_of(case)
     ranks = ranks_of(case, inputs)
-    assert_errs_at_most_twice_eager(_run(ranks, inputs), inputs)
+    assert_errs_at_most_twice_eager(run_layer(ranks, inputs), inputs)
     ranks.close()
 
 
@@ -84,7 +52,7 @@ def test_sizes(sizes: tuple[int, int]) -> None:
     case = RoutingCase(name="sizes", tokens=(300, 213), num_experts=6, top_k=3)
     inputs = inputs_of(case, hidden=sizes[0], intermediate=sizes[1])
     ranks = ranks_of(case, inputs)
-    result, added = _run(ranks, inputs), _run(ranks, inputs, accumulate=True)
+    result, added = run_layer(ranks, inputs), run_layer(ranks, inputs, accumulate=True)
     assert_errs_at_most_twice_eager(result, inputs)
     for name in ("dw1", "dw2"):
         assert torch.equal((getattr(added, name) + 1).float(), 1 + getattr(result, name).float()), name
@@ -95,7 +63,7 @@ def test_clamp_and_offset() -> None:
     case = CASES["k8_of_16"]
     inputs = inputs_of(case, Activation(clamp=0.5, linear_offset=1.0))
     ranks = ranks_of(case, inputs)
-    assert_errs_at_most_twice_eager(_run(ranks, inputs), inputs)
+    assert_errs_at_most_twice_eager(run_layer(ranks, inputs), inputs)
     ranks.close()
 
 
@@ -106,7 +74,7 @@ def test_router_weights_that_cannot_be_divided_by(weights: str) -> None:
     probs = torch.where(torch.arange(256)[:, None] % 3 == 0, 0.0 if weights == "zero" else -inputs.probs, inputs.probs)
     inputs = replace(inputs, probs=probs)
     ranks = ranks_of(case, inputs)
-    assert_errs_at_most_twice_eager(_run(ranks, inputs), inputs)
+    assert_errs_at_most_twice_eager(run_layer(ranks, inputs), inputs)
     ranks.close()
 
 
@@ -119,7 +87,7 @@ def test_where_weight_gradients_go(dtype: torch.dtype, accumulate: bool) -> None
     )
     inputs = inputs_of(case)
     ranks = ranks_of(case, inputs)
-    wanted, got = _run(ranks, inputs), _run(ranks, inputs, dtype=dtype, accumulate=accumulate)
+    wanted, got = run_layer(ranks, inputs), run_layer(ranks, inputs, dtype=dtype, accumulate=accumulate)
     tolerance = 1e-6 if dtype == torch.float32 else 2**-8
     for name in ("dw1", "dw2"):
         target, value = getattr(wanted, name), getattr(got, name)
@@ -137,8 +105,8 @@ def test_gradients_that_begin_at_any_16_bytes() -> None:
     inputs = inputs_of(case)
     ranks = ranks_of(case, inputs)
     for accumulate in (False, True):
-        expected = _run(ranks, inputs, accumulate=accumulate)
-        assert_same_bits(_run(ranks, inputs, accumulate=accumulate, offset=4), expected, accumulate)
+        expected = run_layer(ranks, inputs, accumulate=accumulate)
+        assert_same_bits(run_layer(ranks, inputs, accumulate=accumulate, offset=4), expected, accumulate)
     ranks.close()
 
 
@@ -152,7 +120,7 @@ def test_what_is_no_number_stays_so_and_with_its_token(where: str, activation: A
     bad = getattr(inputs, where).clone()
     bad[token] = float("nan" if where == "x" else "inf")
     ranks = ranks_of(case, inputs)
-    clean, found = _run(ranks, inputs), _run(ranks, replace(inputs, **{where: bad}))
+    clean, found = run_layer(ranks, inputs), run_layer(ranks, replace(inputs, **{where: bad}))
     routed = inputs.routing_map[token]
     for name in ("y", "dx", "dprobs"):
         clean_rows, rows = getattr(clean, name), getattr(found, name)
@@ -173,7 +141,7 @@ def test_two_microbatches_add_up_in_either_order() -> None:
     b = replace(b, w1=a.w1, w2=a.w2)
     ranks = ranks_of(case, a)
     weights = (a.w1.to(DEVICE), a.w2.to(DEVICE))
-    alone = [_run(ranks, inputs) for inputs in (a, b)]
+    alone = [run_layer(ranks, inputs) for inputs in (a, b)]
     for order in ((0, 1), (1, 0)):
         outputs = [ranks.forward(*(t.to(DEVICE) for t in (i.x, i.probs, i.routing_map)), *weights) for i in (a, b)]
         dw1, dw2 = (torch.zeros(w.shape, device=DEVICE) for w in weights)
@@ -190,7 +158,7 @@ def test_frozen_weights_and_no_dx() -> None:
     case = CASES["uniform"]
     inputs = inputs_of(case)
     ranks = ranks_of(case, inputs)
-    expected = _run(ranks, inputs)
+    expected = run_layer(ranks, inputs)
     tensors = [t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map)]
     w1, w2, dy = (t.to(DEVICE) for t in (inputs.w1, inputs.w2, inputs.dy))
     outputs = ranks.forward(*tensors, w1, w2)
@@ -212,12 +180,12 @@ def test_same_bits_for_any_number_of_ranks_and_options(world: int) -> None:
     whole = RoutingCase(name="ranks", tokens=(tokens,), num_experts=experts, top_k=6)
     inputs = inputs_of(whole)
     alone = ranks_of(whole, inputs)
-    expected = _run(alone, inputs)
+    expected = run_layer(alone, inputs)
     alone.close()
     split = RoutingCase(name="ranks", tokens=(tokens // world,) * world, num_experts=experts, top_k=6)
     for options in ({}, {"comm_sms": 1}, {"comm_sms": 6}, {"recompute": True}, {"save_x": False}):
         ranks = ranks_of(split, inputs, **options)
-        assert_same_bits(_run(ranks, inputs), expected, options)
+        assert_same_bits(run_layer(ranks, inputs), expected, options)
         ranks.close()
 
 
@@ -225,10 +193,10 @@ def test_same_bits_in_every_run_whatever_the_timing() -> None:
     case = RoutingCase(name="timing", tokens=(257, 64, 129, 200), num_experts=16, top_k=4)
     inputs = inputs_of(case)
     ranks = ranks_of(case, inputs)
-    first, rng = _run(ranks, inputs), random.Random(0)
+    first, rng = run_layer(ranks, inputs), random.Random(0)
     for _ in range(50):
         delays = [rng.randrange(0, 200_000) for _ in case.tokens]
-        assert_same_bits(_run(ranks, inputs, poison=False, delays=delays), first, delays)
+        assert_same_bits(run_layer(ranks, inputs, poison=False, delays=delays), first, delays)
     ranks.close()
 
 

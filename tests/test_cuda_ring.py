@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.layer_run import Inputs, assert_errs_at_most_twice_eager, assert_same_bits, poisoned_memory
 from tests.reference_math import Result
 from tests.routing_cases import CASES, RoutingCase, all_to
-from tests.virtual_ranks import DEVICE, VirtualRanks, forward_backward, inputs_of, ranks_of
+from tests.virtual_ranks import DEVICE, VirtualRanks, forward_backward, inputs_of, ranks_of, run_layer
 
 pytestmark = pytest.mark.gpu
 
@@ -37,26 +37,9 @@ def _poisoned() -> Iterator[None]:
         yield
 
 
-def _run(
-    ranks: VirtualRanks, inputs: Inputs, *, dtype: torch.dtype = torch.float32, delays: list[int] | None = None
-) -> Result:
-    x, probs, routing_map, w1, w2, dy = (
-        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2, inputs.dy)
-    )
-    ranks.poison()
-    outputs = ranks.forward(x, probs, routing_map, w1, w2, delays=delays)
-    ranks.check_canaries()
-    ranks.poison()
-    dw1, dw2 = (torch.full(w.shape, float("nan"), dtype=dtype, device=DEVICE) for w in (w1, w2))
-    dx, dprobs = ranks.backward(dy, outputs, w1, w2, dw1.unbind(), dw2.unbind(), accumulate=False, delays=delays)
-    ranks.check_canaries()
-    y = torch.cat([output.y for output in outputs])
-    return Result(*(t.cpu() for t in (y, dx, dprobs, dw1, dw2)))
-
-
 def _whole(case: RoutingCase, inputs: Inputs, dtype: torch.dtype = torch.float32) -> Result:
     ranks = ranks_of(case, inputs)
-    result = _run(ranks, inputs, dtype=dtype)
+    result = run_layer(ranks, inputs, dtype=dtype)
     ranks.close()
     return result
 
@@ -70,7 +53,7 @@ def test_any_capacity_gives_the_same_bits(name: str) -> None:
     for capacity in CAPACITIES:
         for options in ({}, {"recompute": True}, {"save_x": False}, {"comm_sms": 2}):
             ranks = ranks_of(case, inputs, ring_rows=capacity, **options)
-            assert_same_bits(_run(ranks, inputs), expected, (capacity, options))
+            assert_same_bits(run_layer(ranks, inputs), expected, (capacity, options))
             ranks.close()
 
 
@@ -79,7 +62,7 @@ def test_a_ring_against_fp64(name: str) -> None:
     case = SKEWED[name]
     inputs = inputs_of(case)
     ranks = ranks_of(case, inputs, ring_rows=256)
-    assert_errs_at_most_twice_eager(_run(ranks, inputs), inputs)
+    assert_errs_at_most_twice_eager(run_layer(ranks, inputs), inputs)
     ranks.close()
 
 
@@ -89,7 +72,7 @@ def test_bf16_gradients_are_rounded_once() -> None:
     inputs = inputs_of(case)
     expected = _whole(case, inputs, torch.bfloat16)
     ranks = ranks_of(case, inputs, ring_rows=256)
-    assert_same_bits(_run(ranks, inputs, dtype=torch.bfloat16), expected, "bf16")
+    assert_same_bits(run_layer(ranks, inputs, dtype=torch.bfloat16), expected, "bf16")
     ranks.close()
 
 
@@ -102,7 +85,7 @@ def test_any_number_of_ranks(world: int) -> None:
     split = RoutingCase(name="ranks", tokens=(tokens // world,) * world, num_experts=experts, top_k=6)
     for capacity in (128, 384, 1152):
         ranks = ranks_of(split, inputs, ring_rows=capacity)
-        assert_same_bits(_run(ranks, inputs), expected, capacity)
+        assert_same_bits(run_layer(ranks, inputs), expected, capacity)
         ranks.close()
 
 
@@ -114,7 +97,7 @@ def test_whatever_the_timing() -> None:
         ranks = ranks_of(case, inputs, ring_rows=capacity)
         for _ in range(20):
             delays = [rng.randrange(0, 200_000) for _ in case.tokens]
-            assert_same_bits(_run(ranks, inputs, delays=delays), expected, (capacity, delays))
+            assert_same_bits(run_layer(ranks, inputs, delays=delays), expected, (capacity, delays))
         ranks.close()
 
 

@@ -101,17 +101,15 @@ def test_gradient_tables_hold_addresses_and_zeros(gpu: FakeGpu) -> None:
     assert tables.of(_grads([None, None], [None, second]), _calling()).w1 is None
 
 
-def test_fp32_gradients_that_are_added_to_have_maps(gpu: FakeGpu) -> None:
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_fp32_gradients_have_maps(gpu: FakeGpu, accumulate: bool) -> None:
     library = FakeLibrary(gpu)
     tables, first, second = _grad_tables(gpu, library), torch.zeros(128, 128), torch.zeros(128, 64)
-    grads = ([first, None], [None, second])
-    new = tables.of(_grads(*grads, accumulate=False), _calling())
-    assert new.w1_maps is new.w2_maps is None and library.encoded == []
-    added = tables.of(_grads(*grads), _calling())
-    entry = list(tables._tables._entries.values())[-1]
+    targets = tables.of(_grads([first, None], [None, second], accumulate=accumulate), _calling())
+    (entry,) = tables._tables._entries.values()
     assert entry.device.view(torch.int64)[:4].tolist() == [first.data_ptr(), 0, 0, second.data_ptr()]
     begin, (of_w1, of_w2) = entry.device.data_ptr(), library.encoded
-    assert (added.w1, added.w2, added.w1_maps, added.w2_maps) == (begin, begin + 16, begin + 128, begin + 384)
+    assert targets == GradTargets(begin, begin + 16, begin + 128, begin + 384, 0, accumulate)
     assert entry.device.numel() == 640 and of_w2[0] - of_w1[0] == 256
     assert of_w1[1:] == ([first.data_ptr(), 0], {"bytes_": 4, "rows": 128, "columns": 128, "box_rows": 64})
     assert of_w2[1:] == ([0, second.data_ptr()], {"bytes_": 4, "rows": 128, "columns": 64, "box_rows": 64})

@@ -19,6 +19,7 @@ from mok_megatron.backends.workspace import Workspace
 from mok_megatron.config import Activation, MoeShape, MokConfig
 from mok_megatron.schedule import Schedule
 from tests.layer_run import PLAIN, Inputs, make_inputs
+from tests.reference_math import Result
 from tests.routing_cases import RoutingCase
 
 DEVICE = torch.device("cuda", 0)
@@ -235,6 +236,42 @@ def ranks_of(case: RoutingCase, inputs: Inputs, **options: object) -> VirtualRan
         activation=inputs.activation,
         **options,  # type: ignore[arg-type]
     )
+
+
+def run_layer(
+    ranks: VirtualRanks,
+    inputs: Inputs,
+    *,
+    dtype: torch.dtype = torch.float32,
+    accumulate: bool = False,
+    poison: bool = True,
+    delays: list[int] | None = None,
+    offset: int = 0,
+) -> Result:
+    """Forward and backward; with ``accumulate`` the sinks hold 1 before, which is taken off again in fp64.
+
+    ``poison``: neither lives on what was in the workspace, nor writes past its parts. Sinks begin ``offset`` elements
+    behind the beginning of their memory.
+    """
+    x, probs, routing_map, w1, w2, dy = (
+        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2, inputs.dy)
+    )
+    if poison:
+        ranks.poison()
+    outputs = ranks.forward(x, probs, routing_map, w1, w2, delays=delays)
+    if poison:
+        ranks.check_canaries()
+        ranks.poison()
+    before = 1.0 if accumulate else float("nan")
+    dw1, dw2 = (
+        torch.full((offset + w.numel(),), before, dtype=dtype, device=DEVICE)[offset:].view(w.shape) for w in (w1, w2)
+    )
+    dx, dprobs = ranks.backward(dy, outputs, w1, w2, dw1.unbind(), dw2.unbind(), accumulate=accumulate, delays=delays)
+    if poison:
+        ranks.check_canaries()
+    y = torch.cat([output.y for output in outputs])
+    was = 1.0 if accumulate else 0.0
+    return Result(*(t.cpu() for t in (y, dx, dprobs, dw1.double() - was, dw2.double() - was)))
 
 
 def _spans(buffers: tuple[memory.Buffer, ...]) -> list[tuple[memory.Buffer, tuple[int, int]]]:

@@ -159,41 +159,10 @@ __device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& a
   });
 }
 
-// fp32. Lines of 32 columns are staged so that neither side has bank conflicts.
-__device__ __forceinline__ void emit_weight_grad(Stager& stager, Accumulators& acc, float* grad,
-                                                 const WeightGradTile& tile) {
-  constexpr int32_t kColumns = 32;
-  const int32_t thread = threadIdx.x % 128, lane = thread % 32, row = 16 * (thread / 32) + lane / 4;
-  // Swizzled: 16 bytes number u of row r lie at number u ^ r % 4 * 2. This lane's pair of column group 0 in upper rows:
-  const int32_t pair = 128 * row + 32 * (row % 4) + 8 * (lane % 4);
-  float4* to = reinterpret_cast<float4*>(tile.line(grad, thread / 8)) + thread % 8;
-  const int64_t stride = static_cast<int64_t>(4) * tile.columns; // 16 lines in units of 16 bytes
-  stager.begin_scatter();
-#pragma unroll
-  for (int32_t chunk = 0; chunk < kTileColumns / kColumns; ++chunk) {
-    if (tile.first_column + kColumns * chunk >= tile.columns) break;
-    stager.scatter(
-        thread % 8 ^ thread / 8 % 4 * 2,
-        [&](__nv_bfloat16* staging) {
-          auto* bytes = reinterpret_cast<uint8_t*>(staging);
-#pragma unroll
-          for (int32_t i = 0; i < 8; ++i) { // column group i / 2, row half i % 2
-            const int32_t a = 16 * chunk + 2 * i;
-            *reinterpret_cast<float2*>(bytes + (pair ^ 32 * (i / 2)) + 8 * 128 * (i % 2)) = {acc[a], acc[a + 1]};
-          }
-        },
-        [&](int32_t i, uint4 bits) {
-          const float4 value = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z),
-                                __uint_as_float(bits.w)};
-          to[i * stride + kColumns / 4 * chunk] = value;
-        });
-  }
-}
-
-// Added to fp32 by the copy engine, in L2. `map` of the gradient, in boxes of 64 lines by 128 bytes. Subnormal numbers
-// may become 0.
-__device__ __forceinline__ void add_weight_grad(Stager& stager, const Accumulators& acc, const CUtensorMap* map,
-                                                const WeightGradTile& tile) {
+// fp32 by the copy engine, which adds in L2; subnormal numbers may then become 0. `map` of the gradient, in boxes of 64
+// lines by 128 bytes.
+__device__ __forceinline__ void emit_weight_grad(Stager& stager, const Accumulators& acc, const CUtensorMap* map,
+                                                 const WeightGradTile& tile, bool adds) {
   constexpr int32_t kColumns = 32;
   const int32_t lane = threadIdx.x % 32, row = 16 * (threadIdx.x / 32 % 4) + lane / 4, odd = row % 2;
   // Swizzled: 16 bytes number u of row r lie at number u ^ r % 8. This lane's pair of column group j (of 8 columns) is
@@ -213,7 +182,10 @@ __device__ __forceinline__ void add_weight_grad(Stager& stager, const Accumulato
       }
     stager.close([&] {
       const int32_t at[2] = {tile.first_column + kColumns * chunk, tile.first_line};
-      ptx::cp_reduce_async_bulk_tensor(ptx::space_global, ptx::space_shared, ptx::op_add, map, at, box);
+      if (adds)
+        ptx::cp_reduce_async_bulk_tensor(ptx::space_global, ptx::space_shared, ptx::op_add, map, at, box);
+      else
+        store_box(map, at, box);
     });
   }
 }

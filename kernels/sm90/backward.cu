@@ -76,9 +76,7 @@ template <bool kSystem> struct Backward {
   __device__ void* grad_of(const TileSlot& tile) const {
     return (tile.phase() == TilePhase::kWgrad2 ? p.w2_grads : p.w1_grads)[tile.expert];
   }
-  __device__ bool adds_fp32() const {
-    return p.accumulate != 0 && static_cast<GradType>(p.grad_type) == GradType::kFloat32;
-  }
+  __device__ bool grads_fp32() const { return static_cast<GradType>(p.grad_type) == GradType::kFloat32; }
   __device__ const CUtensorMap* grad_map_of(const TileSlot& tile) const {
     const void* maps = tile.phase() == TilePhase::kWgrad2 ? p.w2_grad_maps : p.w1_grad_maps;
     return static_cast<const CUtensorMap*>(maps) + tile.expert;
@@ -239,7 +237,8 @@ template <bool kSystem> struct Backward {
     const int32_t part = 2 * (tile.row_block % 2) + consumer.stager.group; // of the cluster tile's 256 lines
     float4* partial = reinterpret_cast<float4*>(p.partials) +
                       (static_cast<int64_t>(wgrad.number(w2, tile.row_block, tile.column)) * 4 + part) * 32 * 128;
-    if (adds_fp32() && !idle && consumer.stager.elected()) acquire_tensor_map(grad_map_of(tile)); // takes a while
+    if (grads_fp32() && grad != nullptr && consumer.stager.elected())
+      acquire_tensor_map(grad_map_of(tile)); // takes a while
     if (idle) {
       consumer.stager.report(); // else the main loop does
       for (float& value : acc) value = 0.0f;
@@ -269,32 +268,31 @@ template <bool kSystem> struct Backward {
     if (grad != nullptr && (segment.blocks > 0 || p.accumulate == 0)) emit_wgrad(tile, consumer, acc, grad);
   }
 
-  __device__ void emit_wgrad(const TileSlot& tile, Consumer& consumer, Accumulators& acc, void* grad) const {
+  // The part of the gradient that begins `line` lines into the tile.
+  __device__ WeightGradTile grad_tile(const TileSlot& tile, int32_t line) const {
     const bool w2 = tile.phase() == TilePhase::kWgrad2;
-    const WeightGradTile to = {w2 ? p.call.hidden : 2 * p.intermediate, w2 ? p.intermediate : p.call.hidden,
-                               tile.row_block * kBlockRows + consumer.stager.group * kBoxRows,
-                               tile.column * kTileColumns};
+    return {w2 ? p.call.hidden : 2 * p.intermediate, w2 ? p.intermediate : p.call.hidden,
+            tile.row_block * kBlockRows + line, tile.column * kTileColumns};
+  }
+
+  __device__ void emit_wgrad(const TileSlot& tile, Consumer& consumer, Accumulators& acc, void* grad) const {
+    const WeightGradTile to = grad_tile(tile, consumer.stager.group * kBoxRows);
     if (to.outside()) return;
-    if (adds_fp32()) {
-      add_weight_grad(consumer.stager, acc, grad_map_of(tile), to);
-    } else if (static_cast<GradType>(p.grad_type) == GradType::kFloat32) {
-      emit_weight_grad(consumer.stager, acc, static_cast<float*>(grad), to);
-    } else if (p.accumulate != 0) {
+    if (grads_fp32())
+      emit_weight_grad(consumer.stager, acc, grad_map_of(tile), to, p.accumulate != 0);
+    else if (p.accumulate != 0)
       add_weight_grad(acc, static_cast<__nv_bfloat16*>(grad), to);
-    } else {
+    else
       emit_weight_grad(consumer.stager, acc, static_cast<__nv_bfloat16*>(grad), to);
-    }
   }
 
   // Lines of an fp32 gradient that is added to are brought into L2 while the tile is multiplied.
   __device__ void prefetch(const TileSlot& tile) const {
-    if (!is_wgrad(tile.phase()) || !adds_fp32() || !loads(tile) || !segment_of(tile).last) return;
-    const bool w2 = tile.phase() == TilePhase::kWgrad2;
-    const int32_t lines = w2 ? p.call.hidden : 2 * p.intermediate, columns = w2 ? p.intermediate : p.call.hidden;
-    const int32_t first = tile.row_block * kBlockRows, column = tile.column * kTileColumns;
-    const int32_t width = columns - column < kTileColumns ? columns - column : kTileColumns;
-    const float* line = static_cast<const float*>(grad_of(tile)) + static_cast<int64_t>(first) * columns + column;
-    for (int32_t i = 0; i < kBlockRows && first + i < lines; ++i, line += columns) prefetch_l2(line, 4 * width);
+    if (!is_wgrad(tile.phase()) || !grads_fp32() || p.accumulate == 0 || !loads(tile) || !segment_of(tile).last) return;
+    const WeightGradTile of = grad_tile(tile, 0);
+    const int32_t left = of.columns - of.first_column, width = left < kTileColumns ? left : kTileColumns;
+    const auto* grad = static_cast<const float*>(grad_of(tile));
+    for (int32_t i = 0; i < kBlockRows && of.first_line + i < of.lines; ++i) prefetch_l2(of.line(grad, i), 4 * width);
   }
 
   __device__ void count(const TileSlot& tile) const {

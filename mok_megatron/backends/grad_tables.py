@@ -24,7 +24,7 @@ class GradTargets(NamedTuple):
 
     Attributes:
         w1, w2: addresses of the gradients ``[e]``; None: all frozen.
-        w1_maps, w2_maps: tensor maps of them ``[e]``, where fp32 gradients are added to; else None.
+        w1_maps, w2_maps: tensor maps of them ``[e]`` where they are fp32, else None.
         type: ``GradType``.
         accumulate: whether they are added to.
     """
@@ -40,8 +40,8 @@ class GradTargets(NamedTuple):
 class GradTables:
     """Gradient addresses -> their table on ``device``.
 
-    It begins with ``int64 [2 * e]``, w1 then w2, 0 where a weight is frozen. For fp32 that is added to, tensor maps
-    ``[2 * e]`` follow, aligned as the copy engine wants them.
+    It begins with ``int64 [2 * e]``, w1 then w2, 0 where a weight is frozen. For fp32, tensor maps ``[2 * e]`` follow,
+    aligned as the copy engine wants them.
     """
 
     def __init__(self, library: Library, shape: MoeShape, device: torch.device) -> None:
@@ -65,26 +65,25 @@ class GradTables:
             )
         if not types:
             return GradTargets(None, None, None, None, 0, grads.accumulate)
+        mapped = torch.float32 in types
         type_ = GRAD_TYPES[types.pop()]
         w1 = [0 if grad is None else grad.data_ptr() for grad in grads.w1]
         w2 = [0 if grad is None else grad.data_ptr() for grad in grads.w2]
-
-        added = grads.accumulate and type_ == GRAD_TYPES[torch.float32]
 
         def table() -> Tensor:
             shape = self._shape
             self._check("w1", grads.w1, (2 * shape.intermediate, shape.hidden), calling.layer)
             self._check("w2", grads.w2, (shape.hidden, shape.intermediate), calling.layer)
             addresses = torch.tensor([*w1, *w2], dtype=torch.int64)
-            return self._with_maps(addresses, w1, w2) if added else addresses
+            return self._with_maps(addresses, w1, w2) if mapped else addresses
 
-        first = self._tables.of((type_, added, *w1, *w2), table, calling)
+        first = self._tables.of((type_, *w1, *w2), table, calling)
         maps = first + self._maps_begin
         return GradTargets(
             w1=first if any(w1) else None,
             w2=first + 8 * len(w1) if any(w2) else None,
-            w1_maps=maps if added else None,
-            w2_maps=maps + TENSOR_MAP_BYTES * len(w1) if added else None,
+            w1_maps=maps if mapped else None,
+            w2_maps=maps + TENSOR_MAP_BYTES * len(w1) if mapped else None,
             type=type_,
             accumulate=grads.accumulate,
         )
