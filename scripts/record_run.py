@@ -1,9 +1,10 @@
 """Run a Megatron script and write down what it did: every loss and gradient norm unrounded, times, memory, digests.
 
-``record_run.py [--time A:B] [--profile A:B] [--digests N,N] REPORT.json SCRIPT [MEGATRON ARGUMENT ...]``, under
+``record_run.py [--time A:B] [--profile A:B] [--digests N,N] [--noise SEED] REPORT.json SCRIPT [ARGUMENT ...]``, under
 torchrun, behaves as SCRIPT does; the report is rank 0's. ``--time`` measures the MoE layers' share of the steps A to
-B by CUDA events, ``--profile`` by torch's profiler, ``--digests`` hashes all ranks' weights after those steps. The
-report is written at the end, and now and then before, so that a run that is cut short leaves one.
+B by CUDA events, ``--profile`` by torch's profiler, ``--digests`` hashes all ranks' weights after those steps,
+``--noise SEED`` adds rounding noise to the MoE layers (scripts/rounding_noise.py). The report is written at the end,
+and now and then before, so that a run that is cut short leaves one.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.moe_marks import MoeMarks, read_trace
+from scripts.rounding_noise import add_noise
 
 WRITE_EVERY = 100
 
@@ -199,6 +201,7 @@ def main() -> None:
     parser.add_argument("--time", type=steps_of, default=range(0), metavar="A:B")
     parser.add_argument("--profile", type=steps_of, default=range(0), metavar="A:B")
     parser.add_argument("--digests", type=lambda text: {int(n) for n in text.split(",")}, default=set(), metavar="N,N")
+    parser.add_argument("--noise", type=int, metavar="SEED")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
@@ -206,6 +209,8 @@ def main() -> None:
     recorder = Recorder(options)
     sys.argv = [options.script, *options.arguments]
     recorder.install()
+    if options.noise is not None:
+        add_noise(options.noise)
     sys.path.insert(0, str(Path(options.script).absolute().parent))
     try:
         runpy.run_path(options.script, run_name="__main__")

@@ -14,6 +14,7 @@ import torch
 from scripts import real_run
 from scripts.moe_marks import MoeMarks, _Mark, read_trace, summarize
 from scripts.record_run import digest, digest_of_all, steps_of
+from scripts.rounding_noise import add_noise
 from tests.distributed import run_ranks
 from tests.megatron_versions import ROOT, environment, megatron_versions
 
@@ -151,6 +152,31 @@ def test_digests_cover_all_ranks() -> None:
     assert all(first == second for first, second in found) and len({first for first, _ in found}) == 3
 
 
+def test_noise_is_one_unit_in_output_and_gradient_and_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    moe_layer = pytest.importorskip("megatron.core.transformer.moe.moe_layer")
+
+    class Layer:
+        def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return 2 * hidden_states, None
+
+    def run(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with monkeypatch.context() as patch:
+            patch.setattr(moe_layer, "MoELayer", type("MoELayer", (Layer,), {}))
+            add_noise(seed)
+            x = torch.ones(1000, dtype=torch.bfloat16, requires_grad=True)
+            output, bias = moe_layer.MoELayer().forward(x)
+            output.sum().backward()
+        assert bias is None and x.grad is not None
+        return output.detach().float(), x.grad.float()
+
+    first, again, other = run(1), run(1), run(2)
+    for value in first:  # noise where it goes in and where it comes out: 2 units up, 2 down, or none
+        assert 0.4 < (value == 2).float().mean() < 0.6
+        assert (value / 2 - 1).abs().max() == pytest.approx(2 * 2**-8, rel=0.02)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
 def test_ranges_of_steps() -> None:
     assert steps_of("2:4") == range(2, 5)
     for text in ("1:4", "5:4"):
@@ -191,19 +217,41 @@ def test_runs_that_agree_and_runs_that_do_not() -> None:
     runs = {
         "mok": whole,
         "alltoall": report(range(1, 301), scale=1.0005),
+        "alltoall-noise-1": report(range(1, 201), scale=1.0011),
         "mok-stopped": stopped,
         "mok-resumed": resumed,
     }
-    assert [item.holds for item in real_run.verdicts(runs)] == [True] * 3
-    assert "weights compared after 300" in real_run.verdicts(runs)[2].numbers
+    assert [item.holds for item in real_run.verdicts(runs)] == [True] * 4
+    assert "weights compared after 300" in real_run.verdicts(runs)[3].numbers
 
-    assert not real_run.verdicts({**runs, "alltoall": report(range(1, 301), scale=1.003)})[0].holds
     other_weights = real_run.same_bits("", {**resumed, "digests": {"300": "c"}}, whole)
     assert not other_weights.holds
     assert "weights differ after step 300" in other_weights.numbers
     one_bit = {**resumed, "grad_norms": [*resumed["grad_norms"][:-1], 1.0000001 / 300]}
     assert "first different step 300" in real_run.same_bits("", one_bit, whole).numbers
     assert not real_run.same_bits("", {**resumed, "digests": {}}, whole).holds
+
+
+def test_the_controls_say_how_near_the_curve_must_be() -> None:
+    def curve(scale: float, steps: range = range(1, 301)) -> dict[str, Any]:
+        return report(steps, scale=scale)
+
+    runs = {"mok": curve(1.001), "alltoall": curve(1.0), "alltoall-other-seed": curve(1.0005)}
+    assert not real_run.same_curve(runs)[0].holds
+    farther = {**runs, "alltoall-noise-2": curve(0.998, range(1, 151))}
+    near, *controls = real_run.same_curve(farther)
+    assert near.holds and near.numbers.startswith("steps 1 to 150: first 10 losses within 1.0e-03")
+    assert [item.what.split(" /")[0] for item in controls] == ["alltoall, other seed", "alltoall, noise 2"]
+
+    rounding_alone = {**farther, "mok": curve(1.003), "alltoall-noise-2": curve(0.99)}
+    assert not real_run.same_curve(rounding_alone)[0].holds
+    drifted = report(range(1, 301))
+    drifted["losses"]["lm loss"][280:] = [1.1 * loss for loss in drifted["losses"]["lm loss"][280:]]
+    assert not real_run.same_curve({**farther, "mok": drifted, "alltoall-noise-2": curve(0.998)})[0].holds
+    alone = real_run.same_curve({name: runs[name] for name in ("mok", "alltoall")})[0]
+    assert not alone.holds and alone.numbers.endswith("; no control to compare with")
+    apart = real_run.same_curve({**runs, "mok": curve(1.0, range(301, 401))})[0]
+    assert not apart.holds and apart.numbers == "no common step"
 
 
 def test_speed_leaves_out_warm_up_and_profiled_steps() -> None:
