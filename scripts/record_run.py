@@ -195,7 +195,8 @@ def steps_of(text: str) -> range:
     return range(first, last + 1)
 
 
-def main() -> None:
+def recorder_parser() -> argparse.ArgumentParser:
+    """Of this script's command line."""
     parser = argparse.ArgumentParser(description="Run a Megatron script and record what it did.")
     parser.add_argument("report", type=Path)
     parser.add_argument("--time", type=steps_of, default=range(0), metavar="A:B")
@@ -204,7 +205,11 @@ def main() -> None:
     parser.add_argument("--noise", type=int, metavar="SEED")
     parser.add_argument("script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
-    options = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    options = recorder_parser().parse_args()
     importlib.import_module("mok_megatron")
     recorder = Recorder(options)
     sys.argv = [options.script, *options.arguments]

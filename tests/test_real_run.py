@@ -13,12 +13,13 @@ import torch
 
 from scripts import real_run
 from scripts.moe_marks import MoeMarks, _Mark, read_trace, summarize
-from scripts.record_run import digest, digest_of_all, steps_of
+from scripts.record_run import digest, digest_of_all, recorder_parser, steps_of
 from scripts.rounding_noise import add_noise
 from tests.distributed import run_ranks
 from tests.megatron_versions import ROOT, environment, megatron_versions
 
 SCRIPT = ROOT / "examples" / "deepseek_style_h200.sh"
+RUNS = ROOT / "scripts" / "real_run.sh"
 
 _PARSE = """
 import contextlib, io, sys, warnings
@@ -39,7 +40,7 @@ print(config.moe_token_dispatcher_type, config.num_layers, config.moe_layer_freq
 """
 
 
-def launch(tmp_path: Path, *arguments: str, **variables: str) -> list[str]:
+def launch(tmp_path: Path, *arguments: str, script: Path = SCRIPT, **variables: str) -> list[str]:
     """What the script gives to torchrun."""
     stub = tmp_path / "torchrun"
     stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
@@ -47,7 +48,7 @@ def launch(tmp_path: Path, *arguments: str, **variables: str) -> list[str]:
     (tmp_path / "corpus").mkdir(exist_ok=True)
     path = f"{tmp_path}:{Path(sys.executable).parent}:/usr/bin:/bin"
     done = subprocess.run(
-        [SCRIPT, tmp_path / "corpus", *arguments],
+        [script, tmp_path / "corpus", *arguments],
         capture_output=True, text=True, timeout=60, check=False, env={"PATH": path, **variables},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -74,10 +75,39 @@ def test_more_gpus_are_one_expert_parallel_group(tmp_path: Path) -> None:
     assert sizes == {"--expert-model-parallel-size": "2", "--global-batch-size": "8"}
 
 
-def test_the_launch_script_names_what_is_missing() -> None:
-    done = subprocess.run([SCRIPT], capture_output=True, text=True, timeout=60, check=False)
+@pytest.mark.parametrize("script", [SCRIPT, RUNS])
+def test_the_scripts_name_what_is_missing(script: Path) -> None:
+    done = subprocess.run([script], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode != 0
     assert "usage: " in done.stderr
+
+
+def test_the_recorded_runs_are_those_that_are_evaluated(tmp_path: Path) -> None:
+    folder = tmp_path / "real"
+    lines = launch(tmp_path, str(folder), script=RUNS, STEPS="1000")
+    runs = {}
+    for run in "\n".join(lines).split("real run: ")[1:]:
+        name, *argv = run.splitlines()
+        recorder = argv[argv.index("scripts/record_run.py") :]
+        options = recorder_parser().parse_args(recorder[1:])
+        assert (options.report, options.script) == (folder / f"{name}.json", "examples/pretrain_gpt.py")
+        runs[name] = options
+    assert set(runs) == {"mok", "alltoall", "mok-stopped", "mok-resumed", *real_run.CONTROLS}
+    for name, options in runs.items():
+        given = options.arguments
+        assert given[given.index("--moe-token-dispatcher-type") + 1] == name.split("-")[0]
+        assert given[given.index("--train-iters") + 1] == "1000", "the learning rate's schedule depends on it"
+    assert [runs[name].noise for name in ("alltoall", "alltoall-noise-1", "alltoall-noise-2")] == [None, 1, 2]
+    assert runs["mok"].time == runs["alltoall"].time == range(500, 550)
+    assert runs["mok"].profile == runs["alltoall"].profile == range(998, 1001)
+    assert runs["mok"].digests == runs["mok-stopped"].digests | runs["mok-resumed"].digests == {150, 300}
+    ends = {name: runs[name].arguments[-4:] for name in ("mok-stopped", "mok-resumed")}
+    assert ends["mok-stopped"] == ["--save", f"{folder}/checkpoint", "--exit-interval", "150"]
+    assert ends["mok-resumed"] == ["--load", f"{folder}/checkpoint", "--exit-interval", "300"]
+    assert runs["alltoall-other-seed"].arguments[-2:] == ["--seed", "4321"]
+
+    only = launch(tmp_path, str(folder), "mok-resumed", script=RUNS)
+    assert [line for line in only if line.startswith("real run: ")] == ["real run: mok-resumed"]
 
 
 def event(category: str, name: str, ts: float, dur: float = 0.0, correlation: int = 0) -> dict[str, Any]:
