@@ -1,12 +1,10 @@
-"""The layer benchmark without a GPU: its shapes, routings, checks and bookkeeping; the clocks are made up."""
+"""The layer benchmark without a GPU: its checks and bookkeeping; the clocks are made up."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,166 +12,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mok_megatron.config import Activation, MoeShape
-from mok_megatron.simulator import load_measurements
+from mok_megatron.config import Activation
 from scripts import bench_layer
 from scripts.bench import report, runner
 from scripts.bench.implementations import Direction, Implementation, registry, select
-from scripts.bench.inputs import Case, Ranks, make_case
+from scripts.bench.inputs import Case, Ranks
 from scripts.bench.reference import WrongResultError, check, compute_reference
-from scripts.bench.routing import ROUTINGS, route
 from scripts.bench.runner import Options, Result, measure_case
-from scripts.bench.shapes import BAR_SHAPES, named_shapes
-from scripts.bench.timing import CUBLAS_FLOPS, Call, Cublas, Timing, summarise
+from scripts.bench.shapes import BAR_SHAPES
+from scripts.bench.timing import Call, Cublas, Timing, summarise
 from scripts.bench.torch_eager import EagerLayer
+from tests.bench_case import BOTH, CPU, TINY, FakeCublas, FakeMeter, measure, tiny_case
 from tests.distributed import run_ranks
-
-CPU = torch.device("cpu")
-ALONE = Ranks(rank=0, world=1, device=CPU)
-BOTH = Options(directions=frozenset({"forward", "backward"}))
-TINY = MoeShape(hidden=128, intermediate=64, num_experts=8, top_k=2)
-
-
-def tiny_case(routing: str = "uniform", ranks: Ranks = ALONE, shape: MoeShape = TINY) -> Case:
-    return make_case("tiny", dataclasses.replace(shape, ep_size=ranks.world), ranks, tokens=96, routing=routing)
-
-
-class FakeMeter:
-    """Says that forward takes 2 ms, with backward 5, a schedule 0.1, and counts what is called."""
-
-    def __init__(self) -> None:
-        self.calls: list[Call] = []
-        self.turns: list[list[str]] = []
-
-    def time(self, call: Call, iterations: int | None = None) -> Timing:
-        self.calls.append(call)
-        call(0), call(1)
-        ms = {"forward": 2.0, "both": 5.0, "product": CUBLAS_FLOPS / 800e9}.get(getattr(call, "__name__", ""), 0.1)
-        return Timing(ms=ms, low_ms=ms, high_ms=ms, iterations=iterations or 20)
-
-    def time_in_turn(self, calls: Mapping[str, Call], iterations: int | None = None) -> dict[str, Timing]:
-        self.turns.append(list(calls))
-        return {name: self.time(call, iterations) for name, call in calls.items()}
-
-    def host_us(self, call: Call, prepare: Call | None = None) -> float:
-        if prepare is not None:
-            prepare(0)
-        call(0)
-        return {"forward": 50.0, "forward_backward": 130.0}[getattr(call, "__name__", "")]
-
-    def launches(self, call: Call) -> int | None:
-        return 4
-
-    def peak_bytes(self, call: Call) -> int:
-        return 1000
-
-    def allocated_bytes(self) -> int:
-        return 400
-
-
-class FakeCublas(Cublas):
-    """800 TFLOP/s in bursts, 700 sustained; remembers how long it was to sustain."""
-
-    def __init__(self) -> None:
-        self.durations: list[float] = []
-
-    def product(self, index: int) -> Tensor:
-        return torch.empty(0)
-
-    def sustained_ms(self, duration_ms: float, burst_ms: float) -> float:
-        self.durations.append(duration_ms)
-        return CUBLAS_FLOPS / 700e9
-
-
-def measure(case: Case, entries: list[Implementation], options: Options = BOTH) -> list[Result]:
-    return measure_case(case, entries, FakeMeter(), FakeCublas(), options)
-
-
-def test_named_shapes() -> None:
-    shapes = {
-        name: (s.hidden, s.intermediate, s.experts_per_rank, s.top_k, s.model_experts)
-        for name, s in named_shapes().items()
-    }
-    assert shapes == {
-        "deepseek-v3": (7168, 2048, 32, 8, 256),
-        "glm-4.5": (5120, 1536, 20, 8, 160),
-        "mixtral-8x7b": (4096, 14336, 8, 2, 8),
-        "qwen3-30b-a3b": (2048, 768, 128, 8, 128),
-        "kimi-k2": (7168, 2048, 48, 8, 384),
-        "deepseek-v4-pro": (7168, 3072, 48, 6, 384),
-    }
-    assert set(BAR_SHAPES) <= set(shapes)
-    assert named_shapes()["deepseek-v4-pro"].activation.clamp == 10.0
-
-
-@pytest.mark.parametrize(
-    ("name", "world", "experts"), [("deepseek-v3", 2, 64), ("deepseek-v3", 16, 256), ("mixtral-8x7b", 4, 8)]
-)
-def test_more_ranks_hold_more_experts_up_to_the_models(name: str, world: int, experts: int) -> None:
-    shape = named_shapes()[name].on_ranks(world)
-    assert (shape.num_experts, shape.ep_size) == (experts, world)
-
-
-def test_experts_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_experts=8 is not divisible by the expert-parallel size 3"):
-        named_shapes()["mixtral-8x7b"].on_ranks(3)
-
-
-@pytest.mark.parametrize("name", [name for name in ROUTINGS if name != "all-remote"])
-def test_every_token_has_k_different_experts_and_weights_that_sum_to_one(name: str) -> None:
-    experts, weights = route(name, TINY, 500, 0, torch.Generator().manual_seed(1))
-    assert experts.shape == weights.shape == (500, 2)
-    assert (experts[:, 0] != experts[:, 1]).all() and experts.min() >= 0 and experts.max() < 8
-    torch.testing.assert_close(weights.sum(1), torch.ones(500))
-    again, _ = route(name, TINY, 500, 0, torch.Generator().manual_seed(1))
-    assert torch.equal(experts, again)
-
-
-def _counts(name: str, shape: MoeShape, rank: int = 0) -> Tensor:
-    experts, _ = route(name, shape, 4000, rank, torch.Generator().manual_seed(2 + rank))
-    return torch.bincount(experts.flatten(), minlength=shape.num_experts)
-
-
-def test_uniform_is_even() -> None:
-    assert _counts("uniform", TINY).float().div(1000).sub(1).abs().max() < 0.1
-
-
-def test_zipf_follows_the_law_and_is_the_same_on_all_ranks() -> None:
-    one = dataclasses.replace(TINY, top_k=1, ep_size=2)
-    law = 1 / torch.arange(1, 9).float()
-    counts = _counts("zipf", one)
-    assert counts.sort(descending=True).values.div(4000).sub(law / law.sum()).abs().max() < 0.03
-    assert int(counts.argmax()) == int(_counts("zipf", one, rank=1).argmax())
-
-
-def test_single_hot_sends_every_token_to_expert_0() -> None:
-    counts = _counts("single-hot", TINY)
-    assert counts[0] == 4000 and counts[1:].max() < 700
-
-
-def test_all_remote_avoids_the_own_rank() -> None:
-    two = dataclasses.replace(TINY, ep_size=2)
-    assert _counts("all-remote", two, rank=0)[:4].sum() == 0
-    assert _counts("all-remote", two, rank=1)[4:].sum() == 0
-    with pytest.raises(ValueError, match=r"all-remote needs top_k=2 experts on other ranks.* 0 are remote"):
-        route("all-remote", TINY, 4, 0, torch.Generator())
-
-
-def test_unknown_routing_and_no_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="unknown routing 'even'; known are uniform"):
-        route("even", TINY, 4, 0, torch.Generator())
-    with pytest.raises(ValueError, match="tokens must be >= 1, got 0"):
-        make_case("tiny", TINY, ALONE, tokens=0, routing="uniform")
-
-
-def test_a_case_says_how_uneven_it_is() -> None:
-    assert tiny_case().load == 1.0
-    case = tiny_case("single-hot")
-    assert case.rows == 8 * 128 and case.ring_rows() is None
-    assert case.ring_rows(0.25) == 256 and case.ring_rows(0.26) == 384 and case.ring_rows(1.0) == case.rows
-    assert len(case.copies) == 2 and torch.equal(case.copies[0].w1, case.copies[1].w1)
-    assert case.copies[0].w1.data_ptr() != case.copies[1].w1.data_ptr()
-    assert float(case.copies[0].x.float().std()) == pytest.approx(1, rel=0.1)
 
 
 def test_eager_and_our_reference_backend_are_right_and_reported() -> None:
@@ -357,81 +207,6 @@ def test_without_grad_nothing_is_differentiated() -> None:
     options = Options(directions=frozenset({"forward"}), saves=False)
     results = measure_case(tiny_case(), [entry], meter, FakeCublas(), options)
     assert seen and not any(seen) and results[0]["saves"] is False
-
-
-def made_up(**changes: Any) -> Result:
-    shape = {"name": "deepseek-v3", "H": 7168, "I": 2048}
-    return {
-        "implementation": "mok", "shape": shape, "T": 8192, "K": 8, "E": 32, "W": 1, "routing": "uniform", "load": 1.0,
-        "direction": "forward", "ms": 8.72, "low_ms": 8.7, "high_ms": 8.8, "iterations": 40, "tflops": 661.9,
-        "saves": True, "relative_error": 4e-3, "host_us": 80.0, "launches": 4, "peak_bytes": 7 << 30,
-        "workspace_bytes": 3 << 29,
-        "schedule_ms": 0.028, "cublas_tflops": 800.0, "cublas_sustained_tflops": 700.0, "fraction": 0.827,
-        "fraction_sustained": 0.946,
-    } | changes  # fmt: skip
-
-
-def test_table_compares_within_the_case() -> None:
-    results = [
-        made_up(implementation="eager", ms=17.44),
-        made_up(implementation="eager", ms=99.0, T=1024),
-        made_up(),
-        {key: made_up()[key] for key in ("shape", "T", "W", "routing")} | {"implementation": "x", "error": "broke"},
-    ]
-    assert report.ratios(results[2], results) == {"eager": 2.0}
-    lines = report.table(results).splitlines()
-    columns = [cell.strip() for cell in lines[4].split("|")[1:-1]]
-    assert columns == [
-        "deepseek-v3", "8192", "1", "uniform", "forward", "mok", "8.720", "662", "0.827", "0.946", "eager 2.00x", "4",
-        "80", "28 (0.3%)", "7.00 (1.50)", "4.0e-03",
-    ]  # fmt: skip
-    assert lines[-1] == "x on deepseek-v3: broke"
-    assert "800 TFLOP/s in bursts, 700 sustained" in report.cublas_lines(results)
-
-
-def test_rings_are_compared_with_the_whole_one() -> None:
-    results = [
-        made_up(ms=8.0),
-        made_up(ms=4.0, T=4096),
-        made_up(implementation="mok-ring-0.25", ms=10.0),
-        {"implementation": "mok-ring-0.5", "shape": made_up()["shape"], "error": "broke"},
-    ]
-    assert report.ring_lines(results) == "mok-ring-0.25 on deepseek-v3 T=8192 uniform, forward: 1.25 times mok's time"
-    assert report.ring_lines(results[:2]) == ""
-
-
-def test_the_simulator_reads_the_file_and_only_our_layer(tmp_path: Path) -> None:
-    results = [
-        made_up(),
-        made_up(implementation="eager", ms=17.0),
-        made_up(implementation="mok-nograd", ms=8.0),
-        made_up(ms=7.9, saves=False),
-        made_up(implementation="mok-ring-0.25", ms=10.0),
-        made_up(direction="forward+backward", ms=27.0),
-        made_up(direction="backward", ms=18.3),
-        made_up(direction="backward", implementation="mok-main-grad", ms=19.9),
-        {"implementation": "sonicmoe", "shape": made_up()["shape"], "unavailable": "not importable"},
-    ]
-    path = tmp_path / "out" / "h200.json"
-    report.write_json(path, report.document(results, ["scripts/bench_layer.py", "--json", "a b"]))
-    content = json.loads(path.read_text(encoding="utf-8"))
-    assert set(content) >= {"gpu", "driver", "torch", "commit", "date", "command", "results"}
-    assert content["command"] == "scripts/bench_layer.py --json 'a b'" and len(content["results"]) == 9
-    measured = load_measurements(path)
-    assert [(m.direction, m.ms) for m in measured] == [("fwd", 8.72), ("bwd", 19.9)]
-    assert measured[0].shape == named_shapes()["deepseek-v3"].on_ranks(1)
-
-
-def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    results = [made_up(), made_up(implementation="eager", ms=17.0, tflops=330.0), made_up(direction="backward")]
-    assert report.draw(tmp_path / "a" / "bench.png", results, "H200")
-    assert (tmp_path / "a" / "bench.png").read_bytes().startswith(b"\x89PNG")
-    assert not report.draw(tmp_path / "none.png", [{"implementation": "mok", "error": "broke"}], "H200")
-    assert "nothing was measured" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert not report.draw(tmp_path / "none.png", results, "H200")
-    assert "matplotlib is not installed" in capsys.readouterr().err
 
 
 def test_median_and_quartiles() -> None:

@@ -37,7 +37,7 @@ def _measure(rank: int, world: int) -> list[dict[str, Any]]:
 
     from scripts.bench.implementations import Implementation
     from scripts.bench.peers.megatron_te import MegatronLayer
-    from tests.test_bench import measure, tiny_case
+    from tests.bench_case import measure, tiny_case
 
     real_config: Any = transformer_config.TransformerConfig
     kernels_of_transformer_engine = dict.fromkeys(

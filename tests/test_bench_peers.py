@@ -14,7 +14,7 @@ from mok_megatron.config import Activation
 from scripts.bench.implementations import registry
 from scripts.bench.peers import liger_cute
 from scripts.bench.torch_eager import grouped_experts
-from tests.test_bench import measure, tiny_case
+from tests.bench_case import measure, tiny_case
 
 
 def _stand_in(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> None:
