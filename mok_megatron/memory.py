@@ -116,6 +116,12 @@ def default_ring_rows(
     return max(capped, block_rows)
 
 
+def capacity(shape: MoeShape, tokens: int, ring_rows: int) -> int:
+    """Rows that wide buffers hold for calls of up to ``tokens`` tokens: C, but no more than these can have."""
+    _require("ring_rows", ring_rows, 1)
+    return min(ring_rows, most_rows(shape, tokens))
+
+
 def symmetric_buffers(shape: MoeShape, max_tokens: int) -> tuple[Buffer, ...]:
     """The CUDA backend's buffers that peers read or write, in order: ``SymmetricLayout`` of kernels/params.h.
 
@@ -126,7 +132,7 @@ def symmetric_buffers(shape: MoeShape, max_tokens: int) -> tuple[Buffer, ...]:
     world, slots = shape.ep_size, (max_tokens, shape.top_k)
     copied = max_tokens if world > 1 else 0
     sizes: tuple[tuple[str, tuple[int, ...], int], ...] = (
-        ("counts_ready", (world,), _INT32),
+        ("opened", (world,), _INT32),
         ("tables_ready", (world,), _INT32),
         ("abort", (1,), _INT32),
         ("replays", (world,), _INT32),
@@ -148,14 +154,14 @@ def partial_tiles(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays: 
     """Tiles of fp32 sums that backward keeps while it goes from piece to piece of one expert; 0 where none is cut.
 
     An expert is cut when rows go through backward's ring, which is so with ``replays`` or when the routing exceeds the
-    capacity, and the expert alone exceeds a segment of it. A rank without peers uses no more rows than the tokens of a
-    call can need, so a call with fewer tokens may be the one that cuts.
+    capacity, and the expert alone exceeds a segment of it. A rank without peers has the capacity for the tokens of the
+    call, so a call with fewer tokens may be the one that cuts.
     """
     largest = -(-shape.ep_size * max_tokens // BLOCK_ROWS)  # row blocks of one expert
-    calls = [(largest, ring_rows)]
+    calls = [(largest, capacity(shape, max_tokens, ring_rows))]
     if shape.ep_size == 1:
         fewest = [(block, (block - 1) * BLOCK_ROWS + 1) for block in range(1, largest + 1)]
-        calls = [(block, min(ring_rows, most_rows(shape, tokens))) for block, tokens in fewest]
+        calls = [(block, capacity(shape, tokens, ring_rows)) for block, tokens in fewest]
     smallest = [backward_ring(rows // BLOCK_ROWS, MOST_BACKWARD_LAG, 1, shape.ep_size).segment for _, rows in calls]
     cut = any(blocks > segment for (blocks, _), segment in zip(calls, smallest, strict=True))
     if not cut or not (replays or ring_rows < most_rows(shape, max_tokens)):
@@ -174,7 +180,7 @@ def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays
 
     ``replays``: options make forward keep less than backward needs (``recompute``, or not ``save_x``).
     """
-    _require("ring_rows", ring_rows, 1)
+    held = capacity(shape, max_tokens, ring_rows)
     token_blocks = max(1, -(-max_tokens // TOKENS_PER_BLOCK))
     row_blocks = most_rows(shape, max_tokens) // BLOCK_ROWS
     partials = partial_tiles(shape, max_tokens, ring_rows, replays=replays)
@@ -187,10 +193,10 @@ def scratch_buffers(shape: MoeShape, max_tokens: int, ring_rows: int, *, replays
         ("token_order", (max_tokens,), _INT32),
         ("last_counts", (shape.experts_per_rank,), _INT32),
         ("last_next", (shape.experts_per_rank,), _INT32),
-        ("h", (ring_rows, shape.intermediate), _BF16),
-        ("x_rows", (max(ring_rows, 2 * BLOCK_ROWS), shape.hidden), _BF16),
-        ("row_weights", (ring_rows,), _FP32),
-        ("d_gate_up", (ring_rows, 2 * shape.intermediate), _BF16),
+        ("h", (held, shape.intermediate), _BF16),
+        ("x_rows", (max(held, 2 * BLOCK_ROWS), shape.hidden), _BF16),
+        ("row_weights", (held,), _FP32),
+        ("d_gate_up", (held, 2 * shape.intermediate), _BF16),
         ("partials", (partials, 2 * BLOCK_ROWS, BACKWARD_TILE_COLUMNS), _FP32),
     )
     return tuple(Buffer(name=n, shape=size, element_bytes=b) for n, size, b in sizes)
@@ -213,11 +219,11 @@ def saved_buffers(
 ) -> tuple[Buffer, ...]:
     """What one layer call keeps for its backward: the contents of ``backends.base.Saved``.
 
-    ``gate_up`` and ``x_rows`` have the ring's length, row tables that of the worst case, since the host never learns R.
+    ``gate_up`` and ``x_rows`` have the capacity's length, row tables that of the worst case: the host never learns R.
     ``recompute`` keeps neither, whatever ``save_x`` says. ``tokens`` is the largest number of any rank.
     """
     size = dtype_bytes(dtype)
-    _require("ring_rows", ring_rows, 1)
+    held = capacity(shape, tokens, ring_rows)
     kept = [
         Buffer(name="x", shape=(tokens, shape.hidden), element_bytes=size),
         Buffer(name="slot_tables", shape=(4, tokens, shape.top_k), element_bytes=_INT32),
@@ -225,9 +231,9 @@ def saved_buffers(
         Buffer(name="expert_first_row", shape=(shape.experts_per_rank + 1,), element_bytes=_INT32),
     ]
     if not recompute:
-        kept.append(Buffer(name="gate_up", shape=(ring_rows, 2 * shape.intermediate), element_bytes=size))
+        kept.append(Buffer(name="gate_up", shape=(held, 2 * shape.intermediate), element_bytes=size))
     if save_x and not recompute:
-        kept.append(Buffer(name="x_rows", shape=(ring_rows, shape.hidden), element_bytes=size))
+        kept.append(Buffer(name="x_rows", shape=(held, shape.hidden), element_bytes=size))
     return tuple(kept)
 
 
@@ -262,6 +268,7 @@ def describe_workspace(shape: MoeShape, max_tokens: int, ring_rows: int, *, repl
     return (
         f"workspace {format_bytes(workspace_bytes(shape, max_tokens, ring_rows, replays=replays))} per rank "
         f"({format_bytes(placed(symmetric)[1])} symmetric) for T<={max_tokens}, "
-        f"H={shape.hidden}, I={shape.intermediate}, K={shape.top_k}, W={shape.ep_size}, ring {ring_rows} rows: "
+        f"H={shape.hidden}, I={shape.intermediate}, K={shape.top_k}, W={shape.ep_size}, "
+        f"ring {capacity(shape, max_tokens, ring_rows)} rows: "
         f"{parts}"
     )

@@ -28,7 +28,7 @@ SKEWED = {
     "uniform": RoutingCase(name="uniform_ring", tokens=(400, 333), num_experts=8, top_k=3),
     "one_rank": RoutingCase(name="one_rank_ring", tokens=(1023,), num_experts=12, top_k=3),
 }
-CAPACITIES = (128, 256, 384, 640, 1024, 2048)
+CAPACITIES = (128, 256, 384, 640, 1024, 2048, 1 << 15)
 
 
 @pytest.fixture(autouse=True)

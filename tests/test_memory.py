@@ -16,14 +16,14 @@ SMALL = MoeShape(hidden=256, intermediate=128, num_experts=8, top_k=2, ep_size=2
 
 
 def test_workspace_bytes_by_hand() -> None:
-    # T=128, C=1536 (more than R, so no expert is cut), H=256, I=128, E=8, e=4, K=2, W=2, R=896 (7 blocks)
+    # T=128, C=1536 (more than R, so only R rows are held), H=256, I=128, E=8, e=4, K=2, W=2, R=896 (7 blocks)
     symmetric = 2 * 4 + 2 * 4 + 4 + 2 * 4 + 2 * 2 * 8 * 4 + 2 * 7 * 4  # flags, counts, FC2 counters
     symmetric += 896 * 2 * 4 + 2 * 128 * 2 * 4 + 128 * 2 * 4  # row_source, slot tables, weights
     symmetric += 128 * 2 * 1 * 4 + 128 * 2 * 256 * 2 + 2 * 128 * 256 * 2  # d_weight_parts, y_slots, x and replay_x
     token_blocks = 128 // memory.TOKENS_PER_BLOCK
     scratch = 3 * 4 + (128 + 5 * 7) * 4 + 5 * 4 + 8 * 4 + token_blocks * 8 * 4 + 128 * 4 + 4 * 4 + 4 * 4
-    scratch += 1536 * 128 * 2 + 1536 * 256 * 2  # h, x_rows
-    scratch += 1536 * 4 + 1536 * 256 * 2  # row_weights, d_gate_up
+    scratch += 896 * 128 * 2 + 896 * 256 * 2  # h, x_rows
+    scratch += 896 * 4 + 896 * 256 * 2  # row_weights, d_gate_up
     assert sum(b.bytes for b in memory.symmetric_buffers(SMALL, 128)) == symmetric
     assert sum(b.bytes for b in memory.scratch_buffers(SMALL, 128, 1536)) == scratch
     placed = memory.workspace_bytes(SMALL, 128, 1536) - symmetric - scratch
@@ -48,9 +48,8 @@ PARTIALS = (1 * 1 + 1 * 1) * 256 * 256 * 4
         (128, 768, False, PARTIALS),  # R exceeds C, backward's ring is 3 blocks, a segment 1, an expert 2
         (64, 384, False, 0),  # likewise, but an expert is 1 block
         (128, 896, True, PARTIALS),  # replayed whatever the routing: ring 3, segment 1, expert 2
-        (128, 1408, True, PARTIALS),  # ring 5, segment 1
-        (128, 3328, True, PARTIALS),  # ring 13, segment 1 if the lag is largest
-        (128, 3584, True, 0),  # ring 14, segment 2
+        (128, 3584, True, PARTIALS),  # likewise: R is 7 blocks, and no more are held
+        (64, 640, True, 0),  # R is 5 blocks, ring 2, segment 1, expert 1
     ],
 )
 def test_partial_sums_where_an_expert_may_be_cut(tokens: int, rows: int, replays: bool, expected: int) -> None:
@@ -67,19 +66,38 @@ def test_partial_sums_of_ragged_matrices() -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
-def test_no_smaller_call_cuts_an_expert_without_partial_sums(data: st.DataObject) -> None:
+def test_no_call_cuts_an_expert_without_partial_sums(data: st.DataObject) -> None:
     """One rank's capacity follows the call's tokens: (6 experts, K=4, T=256) cuts none, 129 tokens of it cut one."""
-    experts = data.draw(st.integers(1, 16))
-    shape = MoeShape(hidden=8, intermediate=8, num_experts=experts, top_k=data.draw(st.integers(1, experts)))
-    tokens = data.draw(st.integers(1, 2048))
-    ring = data.draw(st.one_of(st.just(memory.default_ring_rows(shape, tokens)), st.integers(1, 64).map((128).__mul__)))
+    ranks = data.draw(st.sampled_from([1, 2, 4, 8]))
+    experts = ranks * data.draw(st.integers(1, 16))
+    top_k = data.draw(st.integers(1, min(experts, 16)))
+    shape = MoeShape(hidden=8, intermediate=8, num_experts=experts, top_k=top_k, ep_size=ranks)
+    tokens = data.draw(st.integers(1, 2048 // ranks))
+    ring = data.draw(
+        st.one_of(st.just(memory.default_ring_rows(shape, tokens)), st.integers(1, 256).map((128).__mul__))
+    )
     replays = data.draw(st.booleans())
     if memory.partial_tiles(shape, tokens, ring, replays=replays) == 0:
         fewer = data.draw(st.integers(1, tokens))
-        most = memory.most_rows(shape, fewer)
-        capacity = min(ring, most)
-        uncut = -(-fewer // 128) <= backward_ring(capacity // 128, data.draw(st.integers(0, 6)), 1, 1).segment
-        assert uncut or not (replays or most > capacity)
+        most = memory.most_rows(shape, fewer if ranks == 1 else tokens)  # peers hold the addresses of one workspace
+        held = min(ring, most)
+        blocks = -(-ranks * fewer // 128)
+        uncut = blocks <= backward_ring(held // 128, data.draw(st.integers(0, 6)), 1, ranks).segment
+        assert uncut or not (replays or most > held)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_no_buffer_holds_more_rows_than_a_call_can_have(data: st.DataObject) -> None:
+    ranks = data.draw(st.sampled_from([1, 2, 8]))
+    shape = MoeShape(hidden=64, intermediate=64, num_experts=ranks * 4, top_k=3, ep_size=ranks)
+    tokens = data.draw(st.integers(1, 512))
+    most = memory.most_rows(shape, tokens)
+    enough, more = (
+        (memory.scratch_buffers(shape, tokens, rows, replays=True), memory.saved_buffers(shape, tokens, rows))
+        for rows in (most, most + 128 * data.draw(st.integers(1, 100)))
+    )
+    assert more == enough
 
 
 def test_one_rank_takes_the_call_that_cuts_into_account() -> None:
