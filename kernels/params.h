@@ -10,11 +10,11 @@
 
 namespace mok {
 
-inline constexpr int kBlockRows = 128;     // tile height: each expert's rows are padded to a multiple of it
-inline constexpr int kFc1Columns = 128;    // columns of h per FC1 tile: as many gate and as many up columns
-inline constexpr int kFc2Columns = 256;    // output columns per FC2 tile
-inline constexpr int kTokensPerBlock = 64; // tokens per thread block of the schedule kernels
-inline constexpr int kMaxTopK = 16;
+inline constexpr int kBlockRows = 128;       // tile height: each expert's rows are padded to a multiple of it
+inline constexpr int kFc1Columns = 128;      // columns of h per FC1 tile: as many gate and as many up columns
+inline constexpr int kFc2Columns = 256;      // output columns per FC2 tile
+inline constexpr int kTokensPerBlock = 64;   // tokens per thread block of the schedule kernels
+inline constexpr int kMaxTopK = 16;          // one lane per slot of a token
 inline constexpr int kMaxLocalExperts = 512; // the tile table lives in shared memory
 inline constexpr int kMaxExperts = 1024;     // one thread per expert in the layout kernel
 
@@ -40,7 +40,7 @@ enum class FailCode : int32_t { kNone = 0, kTimeout = 1, kPeerFailed = 2, kTooMa
 
 enum class Phase : int32_t {
   kRouting = 0,
-  kCounts = 1,
+  kOpen = 1,
   kTables = 2,
   kDispatch = 3,
   kFc1 = 4,
@@ -52,16 +52,16 @@ enum class Phase : int32_t {
 
 // Byte offsets of the regions that peers read or write, the same on every rank.
 struct SymmetricLayout {
-  int64_t counts_ready;  // uint32 [W] epoch up to which counts of rank w are here (written by w)
+  int64_t opened;        // uint32 [W] calls that rank w has opened, with its counts or `replays` (written by w)
   int64_t tables_ready;  // uint32 [W] epoch up to which row_source entries of rank w are here (written by w)
   int64_t abort;         // uint32 rank + 1 of a rank that failed, else 0
   int64_t replays;       // uint32 [W] whether rank w needs x again in this backward (written by w)
   int64_t counts;        // int32 [2][W][E] routes of rank w per expert, by epoch parity (row w written by w)
   int64_t fc2_done;      // uint32 [2][B] finished FC2 column tiles per row block, by epoch parity
-  int64_t row_source;    // RowSource [R] (written by the source ranks)
+  int64_t row_source;    // RowSource [R] (written by the source ranks, padding by this one)
   int64_t slot_dst_rank; // int32 [T_max, K]
   int64_t slot_dst_row;  // int32 [T_max, K]
-  int64_t weights;       // fp32 [T_max, K] router weights, for backward
+  int64_t weights;       // fp32 [T_max, K] router weights, for backward; unused when W = 1
   int64_t
       d_weight_parts; // fp32 [T_max, K, ceil(I / 256)] parts of each router weight's gradient (by the experts' ranks)
   int64_t y_slots;    // bf16 [T_max, K, H] expert outputs, in backward their dX (written by the experts' ranks)
@@ -130,7 +130,7 @@ enum BlockCounter : int {
 // The forward megakernel. Tensor maps are encoded by the launch function.
 struct ForwardParams {
   CallParams call;
-  const void* x;                   // bf16 [T, H], read in place when W = 1
+  const void* x;                   // bf16 [T, H], read in place; peers pull the copy of mok_build_schedule
   const float* weights;            // [T, K]
   const int32_t* slot_dst_rank;    // [T, K]
   const int32_t* slot_dst_row;     // [T, K]
@@ -191,7 +191,7 @@ struct BackwardParams {
   const void* w1_maps;             // CUtensorMap [e]: weights [2I, H], boxes of 64 x 64
   const void* w2_maps;             // CUtensorMap [e]: weights [H, I]
   const void* w1_forward_maps;     // CUtensorMap [e] as in ForwardParams, to rebuild gate and up
-  const void* x_rows;              // bf16 [C, H] as forward kept them, or null
+  const void* x_rows;              // bf16 [C, H] as forward kept them, or null; not without gate_up
   const void* gate_up;             // bf16 [C, 2I] likewise
   void* dy_rows;                   // bf16 [max(C, 2 kBlockRows), H] scratch
   void* d_gate_up;                 // bf16 [C, 2I] scratch

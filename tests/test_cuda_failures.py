@@ -45,7 +45,7 @@ def test_a_rank_that_never_comes_is_named() -> None:
     code, message = _end("backend = ranks(2)[0]\ncall(backend, 4)\ntorch.cuda.synchronize()\n")
     assert code != 0
     assert (
-        "mok_megatron: layer 5, phase counts, rank 0 of the expert-parallel group: waited longer than the time limit "
+        "mok_megatron: layer 5, phase opening, rank 0 of the expert-parallel group: waited longer than the time limit "
         "for rank 1 (item 0, wanted 1, seen 0)" in message
     )
 

@@ -93,7 +93,7 @@ SCENARIOS: dict[str, tuple[str, Check]] = {
     "each rank sees one GPU": ("step(backend_of(60.0))\ndist.destroy_process_group()\n", _clean),
     "a rank dies before its call": (
         "backend = backend_of(4.0)\nstep(backend)\nif rank == 1: os._exit(9)\nstep(backend)\n",
-        _both_say(f"layer 5, phase counts, rank 0 of the expert-parallel group: {LATE} 1", ""),
+        _both_say(f"layer 5, phase opening, rank 0 of the expert-parallel group: {LATE} 1", ""),
     ),
     "a rank dies between forward and backward": (
         "backend = backend_of(4.0)\n_, saved = forward(backend)\ntorch.cuda.synchronize()\n"

@@ -122,12 +122,6 @@ def test_messages_of_failures(changes: dict[str, int], message: str) -> None:
         raise RuntimeError(failures.describe(FailRecord(**fields)))
 
 
-def test_every_phase_of_the_kernels_has_a_name() -> None:
-    source = (Path(__file__).parents[1] / "kernels" / "params.h").read_text()
-    phases = source.split("enum class Phase")[1].split("};")[0].count(" = ")
-    assert phases == len(failures._PHASES)
-
-
 @pytest.mark.parametrize("end", ["sys.exit()", "failures.forget(space)", "raise KeyboardInterrupt"])
 def test_the_message_comes_once_however_the_process_ends(end: str) -> None:
     """Also where it ends before the watcher looks, or lets go of the workspace first."""

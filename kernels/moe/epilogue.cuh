@@ -143,13 +143,14 @@ struct Stager {
     unreported = true;
   }
 
-  // Tells the signal warp that the last tile is written.
+  // Tells the counting warp that the last tile is written.
   __device__ __forceinline__ void report() {
     if (!unreported) return;
     if (elected()) {
       ptx::cp_async_bulk_wait_group(ptx::n32_t<0>{}); // written, not just read
       arrive_local(&s.tile_written[turn][group]);
     }
+    static_assert(kReports == 2);
     turn ^= 1;
     unreported = false;
   }
@@ -172,6 +173,7 @@ struct Fc1Target {
 
 __device__ __forceinline__ void emit_fc1(Stager& stager, Accumulators& acc, const SwiGlu& activation,
                                          const Fc1Target& to) {
+  static_assert(kFc1Columns == kTileColumns / 2 && kFc1Columns == kWeightRows, "a tile is as many gate as up columns");
   uint32_t gate[32], up[32]; // rounded; the accumulators are dead from here on
 #pragma unroll
   for (int32_t i = 0; i < 32; ++i) {

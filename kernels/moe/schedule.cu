@@ -11,6 +11,9 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
+constexpr int kMaskWords = kTokensPerBlock / 32; // a bit for every token of a block
+static_assert(kMaxExperts <= kThreads && kMaxLocalExperts < kThreads, "the layout has a thread for each expert");
+static_assert(kMaxLocalExperts <= kOddMask);
 
 __device__ __forceinline__ float load_weight(const ScheduleParams& p, int64_t index) {
   switch (static_cast<ProbsType>(p.probs_type)) {
@@ -154,9 +157,9 @@ __device__ void exchange_counts(const CallParams& call, uint32_t epoch, int32_t 
   __threadfence_system();
   __syncthreads();
   for (int32_t peer = threadIdx.x; peer < call.world; peer += kThreads)
-    store_release_system(at<uint32_t>(call.peers[peer], call.layout.counts_ready) + call.rank, epoch);
+    store_release_system(at<uint32_t>(call.peers[peer], call.layout.opened) + call.rank, epoch);
   for (int32_t peer = threadIdx.x; peer < call.world; peer += kThreads)
-    wait_epoch(call, at<const uint32_t>(call.local, call.layout.counts_ready) + peer, epoch, Phase::kCounts, peer);
+    wait_epoch(call, at<const uint32_t>(call.local, call.layout.opened) + peer, epoch, Phase::kOpen, peer);
   __syncthreads();
 }
 
@@ -249,7 +252,6 @@ __device__ void order_tokens(const ScheduleParams& p, int32_t first, int32_t tok
 // Grid as route_kernel. Rank of a slot among its block's slots with the same expert = bits below its token's bit.
 __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant__ ScheduleParams p) {
   extern __shared__ uint32_t masks[]; // [E][kMaskWords]
-  constexpr int32_t kMaskWords = kTokensPerBlock / 32;
   const CallParams& call = p.call;
   const int32_t experts = call.experts, top_k = call.top_k, local = experts / call.world;
   for (int32_t i = threadIdx.x; i < experts * kMaskWords; i += kThreads) masks[i] = 0;
@@ -317,11 +319,11 @@ __global__ void __launch_bounds__(kThreads) reopen_kernel(const __grid_constant_
     const bool replays = p.kept == 0 || p.expert_first_row[call.experts / call.world] > call.capacity;
     for (int32_t peer = threadIdx.x; peer < call.world && blockIdx.x == 0; peer += kThreads) {
       at<uint32_t>(call.peers[peer], call.layout.replays)[call.rank] = replays ? 1 : 0;
-      store_release_system(at<uint32_t>(call.peers[peer], call.layout.counts_ready) + call.rank, epoch);
+      store_release_system(at<uint32_t>(call.peers[peer], call.layout.opened) + call.rank, epoch);
     }
     bool x_wanted = false;
     for (int32_t peer = threadIdx.x; peer < call.world; peer += kThreads) {
-      wait_epoch(call, at<const uint32_t>(call.local, call.layout.counts_ready) + peer, epoch, Phase::kCounts, peer);
+      wait_epoch(call, at<const uint32_t>(call.local, call.layout.opened) + peer, epoch, Phase::kOpen, peer);
       x_wanted |= __ldcg(at<const uint32_t>(call.local, call.layout.replays) + peer) != 0;
     }
     x_wanted = __syncthreads_or(x_wanted);
@@ -367,11 +369,12 @@ extern "C" const char* mok_build_schedule(const mok::ScheduleParams* params, voi
   const auto stream = static_cast<cudaStream_t>(stream_handle);
   const int32_t blocks = (p.call.tokens + kTokensPerBlock - 1) / kTokensPerBlock;
   const unsigned grid = blocks > 0 ? static_cast<unsigned>(blocks) : 1;
-  const size_t experts = static_cast<size_t>(p.call.experts);
-  route_kernel<<<grid, kThreads, 2 * experts * sizeof(int32_t), stream>>>(p);
+  const size_t experts = static_cast<size_t>(p.call.experts), local = experts / static_cast<size_t>(p.call.world);
+  route_kernel<<<grid, kThreads, (experts + local) * sizeof(int32_t), stream>>>(p);
   if (const char* error = check_launch("route kernel")) return error;
   if (const char* error = launch_after("layout kernel", layout_kernel, 1, kThreads, 0, stream, p, blocks)) return error;
-  return launch_after("assign kernel", assign_kernel, grid, kThreads, experts * (kTokensPerBlock / 8), stream, p);
+  return launch_after("assign kernel", assign_kernel, grid, kThreads, experts * kMaskWords * sizeof(uint32_t), stream,
+                      p);
 }
 
 extern "C" const char* mok_reopen(const mok::ReopenParams* params, void* stream_handle) {

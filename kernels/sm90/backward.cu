@@ -366,22 +366,21 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     const bool replaying = p.x_rows == nullptr || p.expert_first_row[experts] > p.call.capacity;
     uint32_t* counters = p.counters + kCounterWords;
     const auto counter = [&](BlockCounter array) { return counters + static_cast<int64_t>(array) * blocks; };
-    return Backward<kSystem>{p,
-                             maps,
-                             {s.table, experts, replaying ? ring.segment : INT32_MAX},
-                             fc1_columns,
-                             fc2_columns,
-                             wgrad,
-                             ring,
-                             replaying,
-                             counter(kRowsArrived),
-                             counter(kFc1Done),
-                             counter(kRebuilt),
-                             counter(kSegmentFc1),
-                             counter(kSegmentDone),
-                             at<uint32_t>(p.call.local, p.call.layout.fc2_done) +
-                                 static_cast<int64_t>(epoch & 1) * blocks,
-                             epoch};
+    Backward<kSystem> b{p, maps};
+    b.segments = {s.table, experts, replaying ? ring.segment : INT32_MAX};
+    b.fc1_columns = fc1_columns;
+    b.fc2_columns = fc2_columns;
+    b.wgrad = wgrad;
+    b.ring = ring;
+    b.replaying = replaying;
+    b.rows_arrived = counter(kRowsArrived);
+    b.fc1_done = counter(kFc1Done);
+    b.rebuilt = counter(kRebuilt);
+    b.segment_fc1 = counter(kSegmentFc1);
+    b.segment_done = counter(kSegmentDone);
+    b.fc2_done = at<uint32_t>(p.call.local, p.call.layout.fc2_done) + static_cast<int64_t>(epoch & 1) * blocks;
+    b.epoch = epoch;
+    return b;
   });
 }
 
@@ -406,6 +405,7 @@ const char* encode_maps(BackwardMaps& maps, const BackwardParams& p) {
 
 extern "C" const char* mok_backward(const mok::BackwardParams* params, void* stream) {
   using namespace mok::sm90;
+  if (params->x_rows != nullptr && params->gate_up == nullptr) return "backward: x_rows without gate_up";
   BackwardMaps maps = {};
   if (const char* error = encode_maps(maps, *params)) return error;
   const auto kernel = params->call.world > 1 ? backward_kernel<true> : backward_kernel<false>;

@@ -133,17 +133,17 @@ __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(kThreads, 1)
     const Ring ring = ring_of(p.call.capacity / kBlockRows, p.lag, p.call.world);
     const bool rings = p.expert_first_row[experts] > p.call.capacity;
     uint32_t* counters = p.counters + kCounterWords;
-    return Forward<kSystem>{p,
-                            maps,
-                            {s.table, experts, rings ? ring.segment : INT32_MAX},
-                            (p.intermediate + kFc1Columns - 1) / kFc1Columns,
-                            (p.call.hidden + kFc2Columns - 1) / kFc2Columns,
-                            ring,
-                            counters + static_cast<int64_t>(kRowsArrived) * blocks,
-                            counters + static_cast<int64_t>(kFc1Done) * blocks,
-                            at<uint32_t>(p.call.local, p.call.layout.fc2_done) +
-                                static_cast<int64_t>(epoch & 1) * blocks,
-                            epoch};
+    const auto counter = [&](BlockCounter array) { return counters + static_cast<int64_t>(array) * blocks; };
+    Forward<kSystem> f{p, maps};
+    f.segments = {s.table, experts, rings ? ring.segment : INT32_MAX};
+    f.fc1_columns = (p.intermediate + kFc1Columns - 1) / kFc1Columns;
+    f.fc2_columns = (p.call.hidden + kFc2Columns - 1) / kFc2Columns;
+    f.ring = ring;
+    f.rows_arrived = counter(kRowsArrived);
+    f.fc1_done = counter(kFc1Done);
+    f.fc2_done = at<uint32_t>(p.call.local, p.call.layout.fc2_done) + static_cast<int64_t>(epoch & 1) * blocks;
+    f.epoch = epoch;
+    return f;
   });
 }
 

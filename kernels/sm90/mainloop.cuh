@@ -18,6 +18,7 @@ inline constexpr int kBoxRows = 64;      // rows of activations per TMA box
 inline constexpr int kWeightRows = 128;  // rows of weights per TMA box
 inline constexpr int kConsumers = 2;     // warpgroups
 inline constexpr int kSlots = 2;         // tiles known ahead
+inline constexpr int kReports = 2;       // of a written tile, in turn
 inline constexpr int kChunkColumns = 64; // columns of output staged at a time, per warpgroup
 inline constexpr int kChunkBuffers = 2;
 inline constexpr uint32_t kStageBytes = (kTileRows + kTileColumns) * kTileK * sizeof(__nv_bfloat16);
@@ -45,16 +46,16 @@ struct SharedStorage {
   // A consumer's part of a counted tile is in global memory. Two barriers in turn: a consumer may report the next tile
   // before the counting warp has looked at this one, and a parity tells one phase from the next but not from the one
   // after.
-  uint64_t tile_written[kSlots][kConsumers];
+  uint64_t tile_written[kReports][kConsumers];
   TileSlot slots[kSlots];
   uint32_t table[kMaxLocalExperts + 1]; // tile_order.h
 };
 inline constexpr int kSharedLimit = 227 * 1024;
 static_assert(sizeof(SharedStorage) <= kSharedLimit, "one CTA per SM: all shared memory, no more");
 
-inline constexpr int kSignalReaders = 1, kProducerReaders = 1, kConsumerReaders = kConsumers * 4; // lanes, per warp
+inline constexpr int kCountReaders = 1, kProducerReaders = 1, kConsumerReaders = kConsumers * 4; // lanes, per warp
 // CTA 0's producer writes the slots and does not count as a reader.
-inline constexpr int kSlotReaders = 2 * (kConsumerReaders + kSignalReaders) + kProducerReaders;
+inline constexpr int kSlotReaders = 2 * (kConsumerReaders + kCountReaders) + kProducerReaders;
 
 using Accumulators = float[128];
 

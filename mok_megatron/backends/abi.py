@@ -12,6 +12,8 @@ PROBS_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float64: 2}
 MAX_LOCAL_EXPERTS = 512
 MAX_EXPERTS = 1024
 TENSOR_MAP_BYTES = 128
+WEIGHT_BOX_ROWS, BOX_ROWS = 128, 64
+"""Rows per TMA box of weights that lie as the product needs them, and of all else (kernels/sm90/mainloop.cuh)."""
 
 
 class FailRecord(Structure):
@@ -33,7 +35,7 @@ class SymmetricLayout(Structure):
     """Byte offsets of the regions that peers read or write."""
 
     _fields_ = (
-        ("counts_ready", c_int64),
+        ("opened", c_int64),
         ("tables_ready", c_int64),
         ("abort", c_int64),
         ("replays", c_int64),

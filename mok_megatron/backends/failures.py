@@ -22,7 +22,7 @@ _POLL_S = 0.25
 _GRACE_S = 2.0
 """Time for the training code to meet the CUDA error itself and say where it was."""
 
-_PHASES = ("routing", "counts", "tables", "dispatch", "FC1", "FC2", "combine", "weight gradients", "ring")
+_PHASES = ("routing", "opening", "tables", "dispatch", "FC1", "FC2", "combine", "weight gradients", "ring")
 
 _watched: list[ref[Workspace]] = []
 """Weak: a model that goes takes its workspaces along."""

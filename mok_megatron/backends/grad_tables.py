@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mok_megatron.backends.abi import TENSOR_MAP_BYTES, Library
+from mok_megatron.backends.abi import BOX_ROWS, TENSOR_MAP_BYTES, Library
 from mok_megatron.backends.base import WeightGrads
 from mok_megatron.backends.device_tables import DeviceTables
 from mok_megatron.backends.streams import Calling
@@ -97,9 +97,9 @@ class GradTables:
         table = torch.zeros(begin + TENSOR_MAP_BYTES * len(addresses), dtype=torch.uint8)
         table[: addresses.nbytes] = addresses.view(torch.uint8)
         encode, start = self._library.encode_matrices, table.data_ptr() + begin
-        encode(start, w1, bytes_=4, rows=2 * shape.intermediate, columns=shape.hidden, box_rows=64)
+        encode(start, w1, bytes_=4, rows=2 * shape.intermediate, columns=shape.hidden, box_rows=BOX_ROWS)
         start += TENSOR_MAP_BYTES * len(w1)
-        encode(start, w2, bytes_=4, rows=shape.hidden, columns=shape.intermediate, box_rows=64)
+        encode(start, w2, bytes_=4, rows=shape.hidden, columns=shape.intermediate, box_rows=BOX_ROWS)
         return table
 
     def _check(self, name: str, sinks: Sequence[Tensor | None], size: tuple[int, int], layer: int) -> None:

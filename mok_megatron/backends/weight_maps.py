@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mok_megatron.backends.abi import TENSOR_MAP_BYTES, Library
+from mok_megatron.backends.abi import BOX_ROWS, TENSOR_MAP_BYTES, WEIGHT_BOX_ROWS, Library
 from mok_megatron.backends.device_tables import Addresses, DeviceTables
 from mok_megatron.backends.streams import Calling
 from mok_megatron.config import MoeShape
@@ -52,10 +52,10 @@ class WeightMaps:
         host = torch.empty(4 * self._part, dtype=torch.uint8)
         w1, w2 = list(addresses[:count]), list(addresses[count:])
         encode, start, part = self._library.encode_matrices, host.data_ptr(), self._part
-        encode(start, w1, parts=2, rows=inner, columns=hidden, box_rows=128)
-        encode(start + part, w2, rows=hidden, columns=inner, box_rows=128)
-        encode(start + 2 * part, w1, rows=2 * inner, columns=hidden, box_rows=64)
-        encode(start + 3 * part, w2, rows=hidden, columns=inner, box_rows=64)
+        encode(start, w1, parts=2, rows=inner, columns=hidden, box_rows=WEIGHT_BOX_ROWS)
+        encode(start + part, w2, rows=hidden, columns=inner, box_rows=WEIGHT_BOX_ROWS)
+        encode(start + 2 * part, w1, rows=2 * inner, columns=hidden, box_rows=BOX_ROWS)
+        encode(start + 3 * part, w2, rows=hidden, columns=inner, box_rows=BOX_ROWS)
         return host
 
     def _check(self, w1: Sequence[Tensor], w2: Sequence[Tensor], layer: int) -> None:

@@ -3,8 +3,8 @@
 //     pairs2 columns2 pairs1 columns1 wgrad_lag stride blocks..   tiles of tickets 0, stride, .. as far as the stop
 //     tile
 //   1 limit blocks..          segments in order, then the segment that holds each block
-//   2 capacity_blocks lag     ring of forward
-//   3 capacity_blocks         ring of backward
+//   2 capacity_blocks lag world                 ring of forward
+//   3 capacity_blocks lag usual_blocks world    ring of backward
 // A limit or wgrad_lag below 0 stands for none and for "behind everything else". An empty line ends each answer.
 #include "../../kernels/moe/tile_order.h"
 
