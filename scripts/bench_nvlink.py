@@ -9,11 +9,12 @@ import argparse
 import os
 import statistics
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "32"  # read once: the layer may not queue behind what watches it
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from mok_megatron import memory
 from mok_megatron.backends import peer_memory
 from mok_megatron.backends.cuda import CudaBackend
 from mok_megatron.config import MokConfig
-from mok_megatron.tile_order import BLOCK_ROWS
+from mok_megatron.tile_order import BLOCK_ROWS, FC2_TILE_COLUMNS
 from scripts.bench import nvlink_report, report
 from scripts.bench.inputs import Case, Ranks, make_case
 from scripts.bench.nvlink import Kernels
@@ -39,7 +40,8 @@ PUSH_WARPS = 8
 ROWS_PER_WARP = 256
 """For a few warps, so that they take no seconds."""
 ROUNDS = 1000
-FC2_COLUMNS = 256
+QUEUED_CYCLES = 10_000_000
+"""The GPU sleeps for so long (5 ms or more) before an observed forward, until the host has queued all of it."""
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -154,7 +156,8 @@ def in_layer(kernels: Kernels, meter: CudaMeter, case: Case, sms: int, options: 
         return backend.forward(copy.x, schedule, w1, w2, save=True, layer=1)[0]
 
     ms = meter.time(forward, options.iterations).ms
-    seen = [_observe(kernels, backend, case, probs, routing_map, (w1, w2)) for _ in range(5)][1:]
+    side = torch.cuda.Stream()
+    seen = [_observe(kernels, backend, case, (probs, routing_map), (w1, w2), side) for _ in range(5)][1:]
     stages = {name: ranks.largest(statistics.median(one[name] for one in seen)) for name in seen[0]}
     backend.close()
     remote = case.experts // shape.experts_per_rank != ranks.rank
@@ -177,18 +180,20 @@ def _observe(
     kernels: Kernels,
     backend: CudaBackend,
     case: Case,
-    probs: Tensor,
-    routing_map: Tensor,
+    routing: tuple[Tensor, Tensor],
     weights: tuple[list[Tensor], list[Tensor]],
+    side: torch.cuda.Stream,
 ) -> dict[str, float]:
-    """Milliseconds after the begin of one forward: all rows here, first and last output tile written, the end."""
+    """Milliseconds after the begin of one forward: all rows here, first and last output tile written, the end.
+
+    What watches, on ``side``, takes the place of a cluster: the forward has two SMs less.
+    """
     device, x, space = case.ranks.device, case.copies[0].x, backend.workspace
     assert space is not None
-    stamps = torch.zeros(5, dtype=torch.int64, device=device)
-    side = torch.cuda.Stream()
-    schedule = backend.build_schedule(x, probs, routing_map, layer=1)
+    stamps, signal = torch.zeros(5, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    schedule = backend.build_schedule(x, *routing, layer=1)
     blocks = int(schedule.expert_first_row[-1]) // BLOCK_ROWS
-    tiles = blocks * -(-case.shape.hidden // FC2_COLUMNS)
+    tiles = blocks * -(-case.shape.hidden // FC2_TILE_COLUMNS)
     kernels("stamp", stamps[4:])  # so that nothing is loaded while the layer runs
     torch.cuda.synchronize()
     dist.barrier()
@@ -202,8 +207,11 @@ def _observe(
             blocks,
             blocks * BLOCK_ROWS,
             tiles,
-            stamps,
+            stamps[1:],
         )
+    torch.cuda._sleep(QUEUED_CYCLES)
+    case.ranks.reduce(signal)  # both ranks begin together
+    kernels("stamp", stamps)
     backend.forward(x, schedule, *weights, save=True, layer=1)
     kernels("stamp", stamps[4:])
     torch.cuda.synchronize()
@@ -212,26 +220,27 @@ def _observe(
     return {name: (time - begin) / 1e6 for name, time in zip(names, times, strict=True)}
 
 
-def run(options: argparse.Namespace, ranks: Ranks) -> dict[str, list[Row]]:
-    """All measurements; the same calls on both ranks."""
+def run(options: argparse.Namespace, ranks: Ranks) -> Iterator[dict[str, list[Row]]]:
+    """All measurements so far, after each part and each layer; the same calls on both ranks."""
     kernels, meter = Kernels(), CudaMeter(ranks)
     shape = named_shapes()[options.shape].on_ranks(ranks.world)
     peer = Peer(ranks, options.tokens * shape.top_k, shape.hidden)
-    found: dict[str, list[Row]] = {
-        "bandwidth": bandwidth(kernels, meter, peer, ranks, options),
-        "signals": signals(kernels, peer, ranks),
-        "layer": [],
-    }
+    found: dict[str, list[Row]] = {"bandwidth": bandwidth(kernels, meter, peer, ranks, options)}
+    yield found
+    found["signals"] = signals(kernels, peer, ranks)
+    yield found
     del peer
     torch.cuda.empty_cache()
+    found["layer"] = []
     for routing in options.routing:
         case = make_case(options.shape, shape, ranks, tokens=options.tokens, routing=routing, max_copies=1)
-        found["layer"] += [in_layer(kernels, meter, case, sms, options) for sms in options.comm_sms]
-    return found
+        for sms in options.comm_sms:
+            found["layer"].append(in_layer(kernels, meter, case, sms, options))
+            yield found
 
 
 def document(found: Mapping[str, Sequence[Row]], options: argparse.Namespace, command: list[str]) -> dict[str, Any]:
-    """What the file holds: where and how it was measured, and the three lists."""
+    """What the file holds: where and how it was measured, and the lists."""
     about = report.document([], ["scripts/bench_nvlink.py", *command])
     about.pop("results")
     return {**about, "shape": options.shape, "T": options.tokens, **found}
@@ -247,13 +256,14 @@ def main(arguments: list[str]) -> int:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    found = run(options, Ranks(rank=rank, world=world, device=device, group=dist.group.WORLD))
+    content: dict[str, Any] = {}
+    for found in run(options, Ranks(rank=rank, world=world, device=device, group=dist.group.WORLD)):
+        content = document(found, options, arguments)
+        if rank == 0 and options.json is not None:
+            report.write_json(options.json, content)
     dist.destroy_process_group()
     if rank == 0:
-        content = document(found, options, arguments)
         print(nvlink_report.tables(content))
-        if options.json is not None:
-            report.write_json(options.json, content)
         if options.picture is not None:
             nvlink_report.draw(options.picture, content)
     return 0

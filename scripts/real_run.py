@@ -138,8 +138,6 @@ def verdicts(reports: Mapping[str, Report]) -> list[Verdict]:
         ("mok-stopped", "mok", "mok again, the same bits"),
         ("mok-again", "mok", "mok again, the same bits"),
         ("mok-resumed", "mok", "mok stopped and resumed, the same bits"),
-        ("mok-3-stopped", "mok-3-whole", "mok of 3 layers again, the same bits"),
-        ("mok-3-resumed", "mok-3-whole", "mok of 3 layers stopped and resumed, the same bits"),
     ):
         if {name, reference} <= set(reports):
             found.append(same_bits(what, reports[name], reports[reference]))

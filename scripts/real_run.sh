@@ -4,9 +4,11 @@
 #   scripts/real_run.sh CORPUS FOLDER [RUN ...]
 #
 # CORPUS is a folder that scripts/prepare_corpus.py wrote; FOLDER/RUN.json is written, which scripts/real_run.py reads.
-# RUN is mok, alltoall, alltoall-other-seed, alltoall-noise-1, alltoall-noise-2, mok-stopped or mok-resumed; without one,
-# all of them in this order. mok-resumed continues what mok-stopped left in FOLDER/checkpoint, about 32 GB.
-# STEPS=1000 is the length of a whole run: the recipe of examples/deepseek_style_h200.sh.
+# RUN is mok, alltoall, alltoall-other-seed, alltoall-noise-1, alltoall-noise-2, mok-stopped, mok-resumed or mok-again;
+# without one, all but the last, in this order. mok-resumed continues what mok-stopped left in FOLDER/checkpoint, about
+# 32 GB. Variables are those of examples/deepseek_style_h200.sh, and
+#   STEPS=1000        iterations of a whole run
+#   EXTRA             arguments that Megatron gets in every run
 set -euo pipefail
 cd "$(dirname "$0")/.."
 : "${2:?usage: $0 CORPUS FOLDER [RUN ...]}"
@@ -21,18 +23,20 @@ runs=("$@")
 export STEPS=${STEPS:-1000}
 stop=$((STEPS * 15 / 100)) end=$((STEPS * 30 / 100)) middle=$((STEPS / 2))
 checkpoint=$folder/checkpoint
+read -rd '' -a extra <<<"${EXTRA:-}" || true
 measure="--time $middle:$((middle + 49)) --profile $((STEPS - 2)):$STEPS"
 
 # record NAME DISPATCHER OPTIONS_OF_RECORD_RUN [MEGATRON ARGUMENT ...]
 record() {
   echo "real run: $1"
   PROGRAM="scripts/record_run.py $3 $folder/$1.json examples/pretrain_gpt.py" DISPATCHER=$2 \
-    examples/deepseek_style_h200.sh "$corpus" "${@:4}"
+    examples/deepseek_style_h200.sh "$corpus" "${extra[@]}" "${@:4}"
 }
 
 for run in "${runs[@]}"; do
   case $run in
-    mok) record "$run" mok "$measure --digests $stop,$end" ;;
+    mok) record "$run" mok "$measure --digests $stop,$end,$STEPS" ;;
+    mok-again) record "$run" mok "--digests $STEPS" ;;
     alltoall) record "$run" alltoall "$measure" ;;
     alltoall-other-seed) record "$run" alltoall "" --seed 4321 ;;
     alltoall-noise-[12]) record "$run" alltoall "--noise ${run##*-}" ;;

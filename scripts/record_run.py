@@ -39,6 +39,7 @@ class Recorder:
     def __init__(self, options: argparse.Namespace) -> None:
         """``options`` as parsed by ``main``."""
         self._path: Path = options.report.absolute()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._timed, self._profiled, self._digest_after = options.time, options.profile, options.digests
         self._marks = MoeMarks()
         self._models: list[torch.nn.Module] = []

@@ -24,7 +24,7 @@ TIME_LIMIT_S = 20.0
 
 def own_device() -> torch.device:
     """The GPU that is current."""
-    return torch.device("cuda", torch.cuda.currentown_device())
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 class Parts(NamedTuple):

@@ -85,9 +85,9 @@ class FakeKernels:
         if name in ("answer_on_gpu", "answer_peer", "bring"):
             arguments[-1].fill_(2_000_000)
         elif name == "observe":
-            arguments[-1][:4] = torch.tensor([10, 1_000_010, 2_000_010, 5_000_010])
+            arguments[-1][:3] = torch.tensor([1_000_010, 2_000_010, 5_000_010])
         elif name == "stamp":
-            arguments[0][0] = 6_000_010
+            arguments[0][0] = 6_000_010 if len(arguments[0]) == 1 else 10
 
 
 class FakeMeter:
@@ -121,7 +121,7 @@ def _two_ranks(rank: int, world: int) -> dict[str, Any]:
     def allocate(size: int, group: Any, device: torch.device) -> PeerMemory:
         return PeerMemory(torch.zeros(size, dtype=torch.uint8), [1 << 20, 2 << 20], None)
 
-    for name in ("synchronize", "empty_cache", "Stream"):
+    for name in ("synchronize", "empty_cache", "Stream", "_sleep"):
         setattr(torch.cuda, name, lambda *_: None)
     torch.cuda.stream = nullcontext  # type: ignore[assignment, misc]
     bench_nvlink.Kernels, bench_nvlink.CudaMeter = FakeKernels, FakeMeter  # type: ignore[assignment, misc]
@@ -133,7 +133,14 @@ def _two_ranks(rank: int, world: int) -> dict[str, Any]:
     options = bench_nvlink.parse(["--tokens", "96", "--comm-sms", "4", "132"])
     options.shape = "tiny"
     ranks = Ranks(rank=rank, world=world, device=torch.device("cpu"), group=dist.group.WORLD)
-    return bench_nvlink.document(bench_nvlink.run(options, ranks), options, [])
+    parts = []
+    for found in bench_nvlink.run(options, ranks):
+        parts.append(bench_nvlink.document(found, options, []))
+        parts[-1]["lists"] = [name for name in ("bandwidth", "signals", "layer") if name in found]
+    assert [part["lists"] for part in parts[:3]] == [
+        ["bandwidth"], ["bandwidth", "signals"], ["bandwidth", "signals", "layer"]
+    ]  # fmt: skip
+    return parts[-1]
 
 
 def test_all_measurements_on_two_ranks() -> None:

@@ -13,7 +13,7 @@ import torch
 
 from scripts import real_run
 from scripts.moe_marks import MoeMarks, _Mark, read_trace, summarize
-from scripts.record_run import digest, digest_of_all, recorder_parser, steps_of
+from scripts.record_run import Recorder, digest, digest_of_all, recorder_parser, steps_of
 from scripts.rounding_noise import add_noise
 from tests.distributed import run_ranks
 from tests.megatron_versions import ROOT, environment, megatron_versions
@@ -100,14 +100,16 @@ def test_the_recorded_runs_are_those_that_are_evaluated(tmp_path: Path) -> None:
     assert [runs[name].noise for name in ("alltoall", "alltoall-noise-1", "alltoall-noise-2")] == [None, 1, 2]
     assert runs["mok"].time == runs["alltoall"].time == range(500, 550)
     assert runs["mok"].profile == runs["alltoall"].profile == range(998, 1001)
-    assert runs["mok"].digests == runs["mok-stopped"].digests | runs["mok-resumed"].digests == {150, 300}
+    assert runs["mok"].digests - {1000} == runs["mok-stopped"].digests | runs["mok-resumed"].digests == {150, 300}
     ends = {name: runs[name].arguments[-4:] for name in ("mok-stopped", "mok-resumed")}
     assert ends["mok-stopped"] == ["--save", f"{folder}/checkpoint", "--exit-interval", "150"]
     assert ends["mok-resumed"] == ["--load", f"{folder}/checkpoint", "--exit-interval", "300"]
     assert runs["alltoall-other-seed"].arguments[-2:] == ["--seed", "4321"]
 
-    only = launch(tmp_path, str(folder), "mok-resumed", script=RUNS)
-    assert [line for line in only if line.startswith("real run: ")] == ["real run: mok-resumed"]
+    only = launch(tmp_path, str(folder), "mok-again", script=RUNS, STEPS="500", EXTRA="--qk-layernorm\n  --hidden-size 1024")
+    assert [line for line in only if line.startswith("real run: ")] == ["real run: mok-again"]
+    again = recorder_parser().parse_args(only[only.index("scripts/record_run.py") + 1 :])
+    assert again.digests == {500} and again.arguments[-3:] == ["--qk-layernorm", "--hidden-size", "1024"]
 
 
 def event(category: str, name: str, ts: float, dur: float = 0.0, correlation: int = 0) -> dict[str, Any]:
@@ -159,6 +161,11 @@ def test_marks_change_no_value_and_come_in_order(monkeypatch: pytest.MonkeyPatch
     assert torch.equal(left, x.sin())
     assert torch.equal(grad, x.cos())
     assert seen == [("forward", True), ("forward", False), ("backward", True), ("backward", False)]
+
+
+def test_the_reports_folder_is_made_before_anything_runs(tmp_path: Path) -> None:
+    Recorder(recorder_parser().parse_args([str(tmp_path / "runs" / "two" / "mok.json"), "script.py"]))
+    assert (tmp_path / "runs" / "two").is_dir()
 
 
 def test_digests_see_bits_names_and_places() -> None:
