@@ -42,12 +42,11 @@ enum class Phase : int32_t {
   kRouting = 0,
   kOpen = 1,
   kTables = 2,
-  kDispatch = 3,
-  kFc1 = 4,
-  kFc2 = 5,
-  kCombine = 6,
-  kWgrad = 7,
-  kRing = 8,
+  kFc1 = 3,
+  kFc2 = 4,
+  kCombine = 5,
+  kWgrad = 6,
+  kRing = 7,
 };
 
 // Byte offsets of the regions that peers read or write, the same on every rank.
@@ -59,8 +58,8 @@ struct SymmetricLayout {
   int64_t counts;        // int32 [2][W][E] routes of rank w per expert, by epoch parity (row w written by w)
   int64_t fc2_done;      // uint32 [2][B] finished FC2 column tiles per row block, by epoch parity
   int64_t row_source;    // RowSource [R] (written by the source ranks, padding by this one)
-  int64_t slot_dst_rank; // int32 [T_max, K]
-  int64_t slot_dst_row;  // int32 [T_max, K]
+  int64_t slot_dst_rank; // int32 [T_max, K] for peers; unused when W = 1
+  int64_t slot_dst_row;  // int32 [T_max, K] likewise
   int64_t weights;       // fp32 [T_max, K] router weights, for backward; unused when W = 1
   int64_t
       d_weight_parts; // fp32 [T_max, K, ceil(I / 256)] parts of each router weight's gradient (by the experts' ranks)

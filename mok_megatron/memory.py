@@ -125,12 +125,13 @@ def capacity(shape: MoeShape, tokens: int, ring_rows: int) -> int:
 def symmetric_buffers(shape: MoeShape, max_tokens: int) -> tuple[Buffer, ...]:
     """The CUDA backend's buffers that peers read or write, in order: ``SymmetricLayout`` of kernels/params.h.
 
-    Counts and FC2 counters exist twice, by parity of the call; ``x`` and ``replay_x`` are copies of the layer input and
-    of dY that peers pull from, absent where the rank has no peers.
+    Counts and FC2 counters exist twice, by parity of the call. What only peers read is absent where there are none: slot
+    tables, router weights, and the copies ``x`` and ``replay_x`` of the layer input and of dY.
     """
     rows = most_rows(shape, max_tokens)
     world, slots = shape.ep_size, (max_tokens, shape.top_k)
     copied = max_tokens if world > 1 else 0
+    published = (copied, shape.top_k)
     sizes: tuple[tuple[str, tuple[int, ...], int], ...] = (
         ("opened", (world,), _INT32),
         ("tables_ready", (world,), _INT32),
@@ -139,9 +140,9 @@ def symmetric_buffers(shape: MoeShape, max_tokens: int) -> tuple[Buffer, ...]:
         ("counts", (2, world, shape.num_experts), _INT32),
         ("fc2_done", (2, rows // BLOCK_ROWS), _INT32),
         ("row_source", (rows, 2), _INT32),
-        ("slot_dst_rank", slots, _INT32),
-        ("slot_dst_row", slots, _INT32),
-        ("weights", slots if world > 1 else (0,), _FP32),
+        ("slot_dst_rank", published, _INT32),
+        ("slot_dst_row", published, _INT32),
+        ("weights", published, _FP32),
         ("d_weight_parts", (*slots, -(-shape.intermediate // BACKWARD_TILE_COLUMNS)), _FP32),
         ("y_slots", (*slots, shape.hidden), _BF16),
         ("x", (copied, shape.hidden), _BF16),

@@ -50,6 +50,24 @@ def test_a_rank_that_never_comes_is_named() -> None:
     )
 
 
+def test_the_message_comes_before_nccls_watchdog_ends_the_process() -> None:
+    """As in training: a collective waits behind the layer, and fails with it."""
+    body = """
+import time
+import torch.distributed as dist
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+grads = torch.ones(1 << 20, device=device)
+dist.all_reduce(grads)
+torch.cuda.synchronize()
+call(ranks(2)[0], 4)
+work = dist.all_reduce(grads, async_op=True)
+time.sleep(30)
+"""
+    code, message = _end(body)
+    assert code != 0
+    assert "phase opening, rank 0 of the expert-parallel group: waited longer than the time limit" in message
+
+
 def test_a_late_rank_is_waited_for_within_the_limit() -> None:
     body = """
 backends = ranks(2, limit=20.0)

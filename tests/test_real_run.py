@@ -106,7 +106,9 @@ def test_the_recorded_runs_are_those_that_are_evaluated(tmp_path: Path) -> None:
     assert ends["mok-resumed"] == ["--load", f"{folder}/checkpoint", "--exit-interval", "300"]
     assert runs["alltoall-other-seed"].arguments[-2:] == ["--seed", "4321"]
 
-    only = launch(tmp_path, str(folder), "mok-again", script=RUNS, STEPS="500", EXTRA="--qk-layernorm\n  --hidden-size 1024")
+    only = launch(
+        tmp_path, str(folder), "mok-again", script=RUNS, STEPS="500", EXTRA="--qk-layernorm\n  --hidden-size 1024"
+    )
     assert [line for line in only if line.startswith("real run: ")] == ["real run: mok-again"]
     again = recorder_parser().parse_args(only[only.index("scripts/record_run.py") + 1 :])
     assert again.digests == {500} and again.arguments[-3:] == ["--qk-layernorm", "--hidden-size", "1024"]

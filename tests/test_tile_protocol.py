@@ -110,6 +110,16 @@ def test_a_tile_without_a_product_or_the_wait_for_the_next_one_has_to_report(wid
     assert not Model(ORDERS["two experts"](wide=wide), 1, silent).stops(), "main loops report"
 
 
+def test_a_slot_is_armed_when_its_last_tile_has_landed() -> None:
+    """CTA 0's producer publishes a slot and does not read it; what tells it is that all others have."""
+    late = replace(KERNEL, depth=1, late_tiles=True)
+    idle = ORDERS["idle experts' weight gradients"]()
+    assert not Model(idle, 1, late).stops()
+    assert not Model(ORDERS["two experts"](), 1, late).stops()
+    with pytest.raises(AssertionError, match="armed twice in a phase"):
+        Model(idle, 1, replace(late, arm_first=True)).stops()
+
+
 def test_a_slot_has_to_be_kept_until_its_tile_is_counted() -> None:
     """Else a group gets any number of tiles ahead of the counting warp, which waits for a phase that has gone by."""
     assert Model(_experts(5, 5), 1, replace(ONE_CTA, hold_slot=False)).stops()

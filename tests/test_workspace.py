@@ -110,14 +110,18 @@ def test_a_workspace_that_nobody_holds_is_not_watched(gpu: FakeGpu) -> None:
             {"code": 1, "peer": 3},
             "layer 5, phase FC1, rank 2 of the expert-parallel group: waited longer .* for rank 3 ",
         ),
-        ({"code": 1, "phase": 7}, "phase weight gradients, .* for its own kernels .item 17, wanted 256, seen 128"),
+        (
+            {"code": 1, "phase": "weight gradients"},
+            "phase weight gradients, .* for its own kernels .item 17, wanted 256, seen 128",
+        ),
         ({"code": 2, "peer": 1}, "rank 1 failed and said so"),
-        ({"code": 1, "phase": 8}, "phase ring, .* for its own kernels .item 17, wanted 256, seen 128"),
+        ({"code": 1, "phase": "ring"}, "phase ring, .* for its own kernels .item 17, wanted 256, seen 128"),
         ({"code": 3, "want": 8, "seen": 9}, "token 17 is routed to 9 experts, more than top_k=8"),
     ],
 )
-def test_messages_of_failures(changes: dict[str, int], message: str) -> None:
-    fields = {"phase": 4, "rank": 2, "peer": -1, "layer": 5, "want": 256, "seen": 128, "where": 17, **changes}
+def test_messages_of_failures(changes: dict[str, Any], message: str) -> None:
+    changes = {**changes, "phase": failures._PHASES.index(changes.get("phase", "FC1"))}
+    fields = {"rank": 2, "peer": -1, "layer": 5, "want": 256, "seen": 128, "where": 17, **changes}
     with pytest.raises(RuntimeError, match=message):
         raise RuntimeError(failures.describe(FailRecord(**fields)))
 

@@ -45,6 +45,8 @@ class Rules:
     hold_slot: bool = True  # the counting warp gives a slot back when the tile is counted, not when it is read
     written_barriers: int = 2  # per group, used in turn
     skip_together: bool = True  # stages that a group does not read are given back when all its warps have seen all
+    arm_first: bool = False  # CTA 0 arms the barrier of a slot before it waits for the slot
+    late_tiles: bool = False  # what is published lands at any time; else at once
     prompt: bool = False  # the counting warps see a report before anything else happens
 
 
@@ -88,6 +90,7 @@ class Barriers:
                     self._add("written", cta, group, turn, arrivals=1)
             for slot in range(SLOTS):
                 self._add("tile full", cta, slot, arrivals=1)
+                self._add("tile sent", cta, slot, arrivals=1)
         for slot in range(SLOTS):
             readers = rules.ctas * (rules.groups * rules.warps + 1) + rules.ctas - 1
             self._add("tile empty", slot, arrivals=readers)
@@ -199,6 +202,7 @@ class Warps:
             *(partial(self.count, cta) for cta in self.ctas),
             *(partial(self.produce, cta) for cta in self.ctas),
             *(partial(self.consume, cta, group, warp) for cta, group in groups for warp in range(rules.warps)),
+            *(partial(self.land, cta) for cta in self.ctas if rules.late_tiles),
         ]
         self.number = len(programs)
         self.ops = cache(lambda tickets: [list(program(tickets)) for program in programs])
@@ -220,11 +224,14 @@ class Warps:
         if cta == 0:
             yield Op("take")
         for slot, use, tile in self.read(tickets):
-            yield on.arrive("tile full", cta, slot, loads=1)
+            arm = on.arrive("tile full", cta, slot, loads=1)
             if cta == 0:
-                yield on.wait("tile empty", slot, use=use - 1)
-                yield from (on.load("tile full", other, slot) for other in self.ctas)
+                empty = on.wait("tile empty", slot, use=use - 1)
+                yield from [arm, empty] if rules.arm_first else [empty, arm]
+                for other in self.ctas:
+                    yield on.arrive("tile sent", other, slot) if rules.late_tiles else on.load("tile full", other, slot)
             else:
+                yield arm
                 yield on.wait("tile full", cta, slot, use=use)
                 yield on.arrive("tile empty", slot)
             if tile is None:
@@ -241,6 +248,12 @@ class Warps:
                 yield on.arrive("full", cta, at, loads=len(to))
                 yield from (on.load("full", other, at) for other in to)
                 stage += 1
+
+    def land(self, cta: int, tickets: tuple[int, ...]) -> Iterator[Op]:
+        """The way of what CTA 0 has published to this CTA."""
+        for slot, use, _ in self.read(tickets):
+            yield self.on.wait("tile sent", cta, slot, use=use)
+            yield self.on.load("tile full", cta, slot)
 
     def count(self, cta: int, tickets: tuple[int, ...]) -> Iterator[Op]:
         on, rules, counted = self.on, self.rules, 0
@@ -291,6 +304,9 @@ class Model:
                 if arrived and warp >= 2 * self.rules.ctas:
                     break  # a consumer may have given a stage back and not have reported yet
                 arrived = True
+                expected = ARRIVAL - op.value  # loads; none of them can be left over from the phase before
+                whole = op.does == "add" and op.value > 1 and self.periods[op.barrier] == ARRIVAL
+                assert not whole or sums[op.barrier] % ARRIVAL <= expected, "armed twice in a phase"
                 sums = _add(sums, op.barrier, op.value if op.does == "add" else ARRIVAL)
             elif op.does == "count":
                 counted |= op.value

@@ -10,7 +10,8 @@ template <class T> __device__ __forceinline__ T* at(uint8_t* base, int64_t offse
   return reinterpret_cast<T*>(base + offset);
 }
 
-// Reports to the host and to every peer, then ends the kernel: no result of this call is to be used.
+// Reports to the host and to every peer, then ends the kernel: no result of this call is to be used. The trap comes
+// when the host has had the time to print the report: NCCL's watchdog ends a process at the first CUDA error it meets.
 [[noreturn]] static __device__ __noinline__ void fail(const CallParams& call, FailCode code, Phase phase, int32_t peer,
                                                       int32_t where, uint32_t want, uint32_t seen) {
   volatile FailRecord* record = call.fail;
@@ -31,6 +32,9 @@ template <class T> __device__ __forceinline__ T* at(uint8_t* base, int64_t offse
   } else { // ending the kernel early would cut the report short
     while (record->code == 0) __nanosleep(1000);
   }
+  constexpr uint64_t kReportNanoseconds = 500'000'000;
+  const uint64_t reported = global_nanoseconds();
+  while (global_nanoseconds() - reported < kReportNanoseconds) __nanosleep(1000);
   __trap();
 }
 

@@ -63,7 +63,6 @@ __device__ __forceinline__ void produce(const Program& program, SharedStorage& s
   uint32_t ticket = atomicAdd(tickets + kTileTicket, 1);
   for (;;) {
     const ClusterTile whole = walk.tile(static_cast<int32_t>(ticket));
-    expect_tile(s, cursor);
     publish_tile(s, whole, cursor);
     cursor.advance();
     if (whole.phase == TilePhase::kStop) return;

@@ -278,6 +278,7 @@ __global__ void __launch_bounds__(kThreads) assign_kernel(const __grid_constant_
     }
     p.out_slot_dst_rank[slot] = rank;
     p.out_slot_dst_row[slot] = row;
+    if (call.world == 1) continue;
     at<int32_t>(call.local, call.layout.slot_dst_rank)[slot] = rank;
     at<int32_t>(call.local, call.layout.slot_dst_row)[slot] = row;
   }

@@ -94,8 +94,8 @@ template <bool kSystem> struct Backward {
   __device__ uint32_t arrivals_of(const Segment& segment) const {
     return static_cast<uint32_t>(segment.blocks * (fc1_columns + fc2_columns) + 2 * kConsumers * wgrad.count());
   }
-  __device__ void wait_for_segment(const Segment& segment, int32_t where) const {
-    wait_count<false>(p.call, segment_done + segment.first, arrivals_of(segment), Phase::kRing, -1, where);
+  __device__ void wait_for_segment(const Segment& segment, Phase phase, int32_t where) const {
+    wait_count<false>(p.call, segment_done + segment.first, arrivals_of(segment), phase, -1, where);
   }
 
   __device__ Plan plan() const {
@@ -113,7 +113,8 @@ template <bool kSystem> struct Backward {
 
   __device__ bool rings() const { return replaying; }
   __device__ void wait_for_room(int32_t row_block) const {
-    if (replaying && row_block >= ring.blocks) wait_for_segment(segments.holding(row_block - ring.blocks), row_block);
+    if (replaying && row_block >= ring.blocks)
+      wait_for_segment(segments.holding(row_block - ring.blocks), Phase::kRing, row_block);
   }
   __device__ bool replays(int32_t row_block) const { return replaying && !kept(p.x_rows, segments.holding(row_block)); }
 
@@ -153,11 +154,12 @@ template <bool kSystem> struct Backward {
   // was cut and has a gradient of this matrix.
   __device__ void wait_for_partials(const Segment& segment, void* const* grads) const {
     if (segment.piece > 0) {
-      wait_for_segment(segments.segment(segment.expert, segment.piece - 1), segment.expert);
+      wait_for_segment(segments.segment(segment.expert, segment.piece - 1), Phase::kWgrad, segment.expert);
     } else if (!segment.last) {
       int32_t expert = segment.expert - 1;
       while (expert >= 0 && (segments.blocks_of(expert) <= segments.limit || grads[expert] == nullptr)) --expert;
-      if (expert >= 0) wait_for_segment(segments.holding(expert, segments.first_block(expert + 1) - 1), expert);
+      if (expert >= 0)
+        wait_for_segment(segments.holding(expert, segments.first_block(expert + 1) - 1), Phase::kWgrad, expert);
     }
   }
 

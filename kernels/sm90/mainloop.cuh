@@ -95,7 +95,7 @@ struct SlotReader {
   }
 };
 
-// Each CTA's producer arms its own barrier for the next tile.
+// Each CTA's producer arms its own barrier for the next tile, when the slot's last tile is known to have landed.
 __device__ __forceinline__ void expect_tile(SharedStorage& s, RingCursor<kSlots> cursor) {
   const uint32_t bytes = sizeof(TileSlot); // taken by reference
   ptx::mbarrier_arrive_expect_tx(ptx::sem_release, ptx::scope_cta, ptx::space_shared, &s.tile_full[cursor.slot], bytes);
@@ -111,6 +111,7 @@ __device__ __forceinline__ TileSlot slot_of(const ClusterTile& tile, int32_t cta
 __device__ __forceinline__ void publish_tile(SharedStorage& s, const ClusterTile& tile, RingCursor<kSlots> cursor) {
   const auto cluster = cooperative_groups::this_cluster();
   wait_barrier(&s.tile_empty[cursor.slot], cursor.parity ^ 1);
+  expect_tile(s, cursor);
   for (int32_t cta = 0; cta < 2; ++cta) {
     const TileSlot slot = slot_of(tile, cta);
     const int32_t word[4] = {slot.kind, slot.expert, slot.row_block, slot.column};

@@ -18,11 +18,12 @@ from mok_megatron.backends.abi import FailRecord
 from mok_megatron.backends.workspace import Workspace
 
 EXIT_CODE = 70
-_POLL_S = 0.25
+_POLL_S = 0.05
+"""Well below the time that a failed kernel waits before it traps (kernels/common/sync.cuh)."""
 _GRACE_S = 2.0
 """Time for the training code to meet the CUDA error itself and say where it was."""
 
-_PHASES = ("routing", "opening", "tables", "dispatch", "FC1", "FC2", "combine", "weight gradients", "ring")
+_PHASES = ("routing", "opening", "tables", "FC1", "FC2", "combine", "weight gradients", "ring")
 
 _watched: list[ref[Workspace]] = []
 """Weak: a model that goes takes its workspaces along."""
