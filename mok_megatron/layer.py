@@ -63,7 +63,7 @@ class MokMoELayer(moe_layer.MoELayer):
         """Takes what MoELayer takes. Raises ValueError for what ``mok`` does not honour, before anything is built."""
         compat.require_fit()
         refusals.check_config(config, resolved=True)
-        _refuse_fsdp()
+        refusals.check_training_arguments(_training_arguments())
         bound = inspect.signature(moe_layer.MoELayer.__init__).bind(self, config, *args, **kwargs).arguments
         pg_collection = bound.get("pg_collection") or moe_layer.get_default_pg_collection()
         shape = _moe_shape(config, pg_collection)
@@ -144,14 +144,3 @@ def _most_tokens(config: Any, backend_options: MokConfig) -> int | None:
     per_context_rank = max(per_context_rank, getattr(config, "max_seqlen_per_dp_cp_rank", None) or 0)
     tensor_ranks = config.tensor_model_parallel_size if config.sequence_parallel else 1
     return -(-per_context_rank // tensor_ranks) or None
-
-
-def _refuse_fsdp() -> None:
-    """FSDP is no field of the config; Megatron's training arguments, where there are any, know it before the wrap."""
-    arguments = _training_arguments()
-    for name in ("use_megatron_fsdp", "use_torch_fsdp2"):
-        if getattr(arguments, name, False):
-            raise ValueError(
-                f"moe_token_dispatcher_type='mok' does not support --{name.replace('_', '-')}: it shards the experts' "
-                f"weights. Use --use-distributed-optimizer"
-            )

@@ -125,8 +125,8 @@ def capacity(shape: MoeShape, tokens: int, ring_rows: int) -> int:
 def symmetric_buffers(shape: MoeShape, max_tokens: int) -> tuple[Buffer, ...]:
     """The CUDA backend's buffers that peers read or write, in order: ``SymmetricLayout`` of kernels/params.h.
 
-    Counts and FC2 counters exist twice, by parity of the call. What only peers read is absent where there are none: slot
-    tables, router weights, and the copies ``x`` and ``replay_x`` of the layer input and of dY.
+    Counts and FC2 counters exist twice, by parity of the call. What only peers read is absent where there are none:
+    slot tables, router weights, and the copies ``x`` and ``replay_x`` of the layer input and of dY.
     """
     rows = most_rows(shape, max_tokens)
     world, slots = shape.ep_size, (max_tokens, shape.top_k)

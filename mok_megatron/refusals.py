@@ -236,6 +236,26 @@ REFUSALS: tuple[Refusal, ...] = (
 # fmt: on
 
 
+_SHARDED = "it shards the experts' weights. Use --use-distributed-optimizer"
+_LOGGED = "it hooks the experts' linear layers, which are not called. Leave it off, or use another dispatcher"
+
+TRAINING_ARGUMENTS: dict[str, str] = {
+    "use_megatron_fsdp": _SHARDED,
+    "use_torch_fsdp2": _SHARDED,
+    "save_activations_interval": _LOGGED,
+    "save_dgrads_interval": _LOGGED,
+    "save_tokens_per_expert_interval": _LOGGED,
+}
+"""Arguments of Megatron's training that are no fields of the config, refused when they are given: reason and remedy."""
+
+
+def check_training_arguments(arguments: Any) -> None:
+    """Raise ValueError, naming the option, for one that ``mok`` cannot honour; None for a run without arguments."""
+    for name, why in TRAINING_ARGUMENTS.items():
+        if getattr(arguments, name, None):
+            raise ValueError(f"moe_token_dispatcher_type='mok' does not support --{name.replace('_', '-')}: {why}")
+
+
 def check_config(config: Any, *, resolved: bool) -> None:
     """Raise ValueError for a TransformerConfig that ``mok`` does not honour; nothing is changed.
 

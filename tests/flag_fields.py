@@ -66,6 +66,31 @@ OUTSIDE: dict[str, str] = {
 """Why -> names."""
 
 
+ARGUMENTS: dict[str, str] = {
+    "other names of the config's fields": "num_experts",
+    "what is built, before or beside the layers: dense layers made experts, blocks of other kinds": """
+        moe_use_upcycling moe_upcycling_granularity hybrid_layer_pattern hybrid_override_pattern
+        """,
+    "hooks on the router, which is Megatron's own": """
+        moe_routing_trace_path moe_routing_trace_max_training_iters moe_routing_trace_capture_logits
+        moe_routing_trace_capture_hidden_states moe_routing_trace_dump_weights
+        """,
+    "checkpoints and weights that are written between steps": """
+        save_interval non_persistent_save_interval save_retain_interval save_params_interval save_wgrads_interval
+        """,
+    "details of FSDP, which is refused itself": """
+        megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_grad_comm_dtype megatron_fsdp_main_grads_dtype
+        megatron_fsdp_main_params_dtype megatron_fsdp_max_pool_double_buffer fsdp_db_use_persist_buf_on_alloc_fail
+        fsdp_double_buffer fsdp_manual_registration strict_fsdp_dtensor_load torch_fsdp2_reshard_after_forward
+        enable_full_sharding_in_hsdp
+        """,
+    "reinforcement learning's own inference": """
+        rl_inference_expert_model_parallel_size rl_inference_expert_tensor_model_parallel_size
+        """,
+}
+"""Command-line arguments about experts or what is hooked and saved that are no fields of the config. Why -> names."""
+
+
 def outside() -> set[str]:
     """The names of all these fields."""
     return {name for names in OUTSIDE.values() for name in names.split()}

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mok_megatron.refusals import TRAINING_ARGUMENTS
 from tests import moe_layers
 
 TRIGGERS: dict[str, list[dict[str, Any]]] = {
@@ -87,10 +88,9 @@ ELSEWHERE: list[tuple[str, str, str]] = [
         "Leave --cuda-graph-modules out, which captures whole layers",
         "test_flags.py::test_a_graph_of_the_moe_module_alone_is_refused",
     ),
-    (
-        "`--use-megatron-fsdp`, `--use-torch-fsdp2`",
-        "it shards the experts' weights. Use --use-distributed-optimizer",
-        "test_layer_vs_alltoall.py::_refused_at_construction",
+    *(
+        (f"`--{name.replace('_', '-')}`", why, "test_layer_vs_alltoall.py::_refused_at_construction")
+        for name, why in TRAINING_ARGUMENTS.items()
     ),
     (
         "`--cuda-graph-impl` with the experts in the graph, on the reference backend",

@@ -332,9 +332,10 @@ def yaml_of(words: str) -> str:
     return "".join(f"--{pair[0]}: {pair[1] if len(pair) > 1 else 'true'}\n" for pair in pairs)
 
 
-def test_fsdp_is_refused() -> None:
-    conversion = convert("run --num-experts 8 --moe-token-dispatcher-type flex --use-megatron-fsdp\n")
-    assert kinds(conversion, "refused") == ["--use-megatron-fsdp"]
+@pytest.mark.parametrize("flag", ["--use-megatron-fsdp", "--save-tokens-per-expert-interval 100"])
+def test_what_only_the_training_knows_is_refused(flag: str) -> None:
+    conversion = convert(f"run --num-experts 8 --moe-token-dispatcher-type flex {flag}\n")
+    assert kinds(conversion, "refused") == [flag.partition(" ")[0]]
 
 
 @pytest.mark.parametrize(

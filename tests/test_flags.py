@@ -10,12 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from mok_megatron.refusals import TRAINING_ARGUMENTS
 from scripts import update_flags_doc
 from scripts.update_flags_doc import case_flags, gpu_tests
 from tests import flag_layers, moe_layers
 from tests.distributed import run_ranks
 from tests.flag_cases import CASES, Layout
-from tests.flag_fields import outside
+from tests.flag_fields import ARGUMENTS, outside
 from tests.flag_refusals import NOT_YET_IN_A_RELEASE, TRIGGERS
 from tests.pretrain import CASES as LAYOUTS
 from tests.test_pretrain_layouts import LAYOUTS as TRIED_LAYOUTS
@@ -83,11 +84,27 @@ def test_every_field_of_this_megatron_is_tried_refused_or_outside() -> None:
     assert outside() & (tried | refused) == set(), "options that are tried or refused are not outside"
 
 
-def test_flags_of_the_page_are_flags_of_megatron() -> None:
+def _actions() -> list[argparse.Action]:
     from megatron.training.arguments import add_megatron_arguments
 
-    parser = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
-    known = {flag for action in parser._actions for flag in action.option_strings}
+    return add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))._actions
+
+
+def test_every_argument_about_experts_is_a_field_refused_or_outside() -> None:
+    """Those of which a part of the name tells; the three that hook expert modules had been overlooked."""
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    arguments = {action.dest for action in _actions()} - {field.name for field in dataclasses.fields(TransformerConfig)}
+    telling = re.compile(r"moe|expert|fsdp|hsdp|hybrid|save_.*interval")
+    told = {name for name in arguments if telling.search(name)}
+    outside_names = {name for names in ARGUMENTS.values() for name in names.split()}
+    assert told - set(TRAINING_ARGUMENTS) - outside_names == set(), "arguments that nobody has looked at"
+    assert outside_names | set(TRAINING_ARGUMENTS) <= arguments, "Megatron has no such arguments"
+    assert not outside_names & set(TRAINING_ARGUMENTS)
+
+
+def test_flags_of_the_page_are_flags_of_megatron() -> None:
+    known = {flag for action in _actions() for flag in action.option_strings}
     for case in CASES:
         named = set(re.findall(r"--[a-z0-9-]+", case_flags(case)))
         assert named <= known, f"{case.title}: {sorted(named - known)}"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from mok_megatron.refusals import TRAINING_ARGUMENTS
 from tests import moe_layers
 from tests.distributed import run_ranks
 
@@ -134,9 +135,10 @@ def _refused_at_construction() -> None:
     with pytest.raises(ValueError, match="reference backend does not support cuda_graph_impl='full_iteration'"):
         moe_layers.build_layer(config)
 
-    global_vars._GLOBAL_ARGS = SimpleNamespace(use_megatron_fsdp=True)
-    with pytest.raises(ValueError, match="does not support --use-megatron-fsdp"):
-        moe_layers.build()
+    for name in TRAINING_ARGUMENTS:
+        global_vars._GLOBAL_ARGS = SimpleNamespace(**{**dict.fromkeys(TRAINING_ARGUMENTS), name: 100})
+        with pytest.raises(ValueError, match=f"does not support --{name.replace('_', '-')}: "):
+            moe_layers.build()
     global_vars._GLOBAL_ARGS = None
 
     from megatron.core.transformer.moe.moe_layer import MoELayer

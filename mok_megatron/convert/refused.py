@@ -10,13 +10,13 @@ from mok_megatron.convert import rules
 from mok_megatron.convert.edits import Finding
 from mok_megatron.convert.shell_lexer import literal
 from mok_megatron.convert.words import FlagUse
-from mok_megatron.refusals import REFUSALS, Refusal
+from mok_megatron.refusals import REFUSALS, TRAINING_ARGUMENTS, Refusal
 
 _WANTED_FLAGS = ("--swiglu", "--disable-bias-linear", "--bf16")
 """Flags that settings need rather than refuse; they may be in another file, so their absence proves nothing."""
 
-_FSDP_FLAGS = ("--use-megatron-fsdp", "--use-torch-fsdp2")
-"""Refused when the layer is built, since FSDP is no field of TransformerConfig."""
+_TRAINING_FLAGS = {f"--{name.replace('_', '-')}": why for name, why in TRAINING_ARGUMENTS.items()}
+"""Refused when the layer is built, since they are no fields of TransformerConfig: flag -> reason and remedy."""
 
 _OTHER_ACTIVATIONS = ("--squared-relu", "--quick-geglu", "--openai-gelu")
 """Flags that make the experts' activation something else than SwiGLU."""
@@ -42,14 +42,9 @@ def refused_flags(flags: Sequence[FlagUse]) -> list[Finding]:
                 what = " ".join([use.name, *use.values])
                 findings.append(_finding(use, what, refusal))
     findings += [
-        Finding(
-            line=use.line,
-            kind="refused",
-            what=use.name,
-            why="it shards the experts' weights. Use --use-distributed-optimizer",
-        )
+        Finding(line=use.line, kind="refused", what=use.name, why=_TRAINING_FLAGS[use.name])
         for use in uses
-        if use.name in _FSDP_FLAGS
+        if use.name in _TRAINING_FLAGS
     ]
     activation = next(refusal for refusal in REFUSALS if refusal.field == "activation_func")
     findings += [_finding(use, use.name, activation) for use in uses if use.name in _OTHER_ACTIVATIONS]
