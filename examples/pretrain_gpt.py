@@ -4,7 +4,7 @@ Takes Megatron's own command line; runs with megatron-core 0.17 to 0.19::
 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py --moe-token-dispatcher-type mok <Megatron arguments>
 
-Data, tensor, pipeline and expert parallelism work as in any Megatron script; context parallelism is not set up here.
+Data, tensor, pipeline and expert parallelism work as in any Megatron script; context parallelism is refused.
 """
 
 from __future__ import annotations
@@ -42,8 +42,16 @@ from torch import Tensor
 def model_provider(
     pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, **_: Any
 ) -> GPTModel:
-    """The model, or this pipeline stage of it, as Megatron's command line describes it."""
+    """The model, or this pipeline stage of it, as Megatron's command line describes it.
+
+    Raises ValueError for context parallelism: every rank would be given whole sequences in place of its part.
+    """
     args = get_args()
+    if args.context_parallel_size > 1:
+        raise ValueError(
+            f"--context-parallel-size {args.context_parallel_size}: this script does not split sequences; "
+            f"leave it at 1, or use Megatron's pretrain_gpt.py"
+        )
     config = core_transformer_config_from_args(args)
     use_te = args.transformer_impl == "transformer_engine"
     options = {"use_transformer_engine": use_te, "normalization": args.normalization, "qk_l2_norm": args.qk_l2_norm}

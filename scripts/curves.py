@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 _ITERATION = re.compile(
     r"iteration\s+(?P<iteration>\d+)/\s*\d+ \|.*elapsed time per iteration \(ms\): (?P<ms>[\d.]+) \|"
@@ -146,8 +148,9 @@ def draw(path: Path, curves: Mapping[str, Curve], reference: str, title: str) ->
     figure, (above, below) = plt.subplots(
         2, 1, sharex=True, figsize=(8, 6.5), height_ratios=(3, 1.4), layout="constrained"
     )
-    styles = [{"linewidth": 4, "alpha": 0.35}, {"linewidth": 1.4}, {"linewidth": 1.4, "linestyle": "--"}]
-    for (name, curve), style in zip(curves.items(), styles, strict=False):
+    lines: list[dict[str, Any]] = [{"linewidth": 4, "alpha": 0.35}, {"linewidth": 1.4}]
+    lines += [{"linewidth": 1.4, "linestyle": dashes} for dashes in ("--", ":", "-.")]
+    for (name, curve), style in zip(curves.items(), itertools.chain(lines, itertools.repeat(lines[1])), strict=False):
         iterations = sorted(curve)
         above.plot(iterations, [curve[i].loss for i in iterations], label=name, **style)
         if name != reference:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
 from collections.abc import Mapping
@@ -36,6 +37,9 @@ FIRST_LIMIT = 2e-3
 Such a difference grows by the step, and later two right runs go different ways around the same curve
 (docs/quickstart.md, "How near is near enough"). So from there on the controls are the limit.
 """
+
+FEWEST_STEPS = 100
+"""Of a comparison: fewer say nothing about a curve."""
 
 Report = Mapping[str, Any]
 
@@ -107,26 +111,34 @@ def differences(got: curves.Curve, reference: curves.Curve, steps: list[int]) ->
 
 
 def same_curve(reports: Mapping[str, Report]) -> list[Verdict]:
-    """``mok`` is no farther from ``alltoall`` than the farthest control is, over the steps that all of them have.
+    """``mok`` is no farther from ``alltoall`` than the farthest control is, over the steps that both of them have.
 
-    Without a control that cannot be said, and the verdict is no. The first 10 losses have a limit of their own.
+    Without a control of all these steps that cannot be said, and the verdict is no, as where a loss is not finite.
+    The first 10 losses have a limit of their own.
     """
-    runs = {name: curve(reports[name]) for name in ("alltoall", "mok", *CONTROLS) if name in reports}
-    steps = sorted(set.intersection(*(set(points) for points in runs.values())))
-    if not steps:
-        return [Verdict(what="mok / alltoall: the same loss curve", holds=False, numbers="no common step")]
-    reference = runs.pop("alltoall")
-    found = {name: differences(points, reference, steps) for name, points in runs.items()}
+    what = "mok / alltoall: the same loss curve"
+    runs = {name: curve(reports[name]) for name in ("mok", *CONTROLS) if name in reports}
+    reference = curve(reports["alltoall"])
+    steps = sorted(set(runs["mok"]) & set(reference))
+    if len(steps) < FEWEST_STEPS:
+        return [Verdict(what=what, holds=False, numbers=f"{len(steps)} common steps, at least {FEWEST_STEPS} needed")]
+    found = {name: differences(points, reference, steps) for name, points in runs.items() if set(steps) <= set(points)}
     ours = found.pop("mok")
     allowed = {name: max((control[name] for control in found.values()), default=0.0) for name in ("window", "end")}
+    finite = all(math.isfinite(value) for distance in (ours, *found.values()) for value in distance.values())
     near = Verdict(
-        what="mok / alltoall: the same loss curve",
-        holds=ours["first"] <= FIRST_LIMIT and all(ours[name] <= limit for name, limit in allowed.items()),
-        numbers=_shown(ours, steps) + ("" if found else "; no control to compare with"),
+        what=what,
+        holds=finite and ours["first"] <= FIRST_LIMIT and all(ours[name] <= limit for name, limit in allowed.items()),
+        numbers=_shown(ours, steps) + ("" if found else "; no control of all these steps to compare with"),
     )
     controls = [
-        Verdict(what=f"{CONTROLS[name]} / alltoall, for comparison", holds=True, numbers=_shown(control, steps))
-        for name, control in found.items()
+        Verdict(
+            what=f"{CONTROLS[name]} / alltoall, for comparison",
+            holds=name in found,
+            numbers=_shown(found[name], steps) if name in found else f"{len(points)} steps only, not compared",
+        )
+        for name, points in runs.items()
+        if name != "mok"
     ]
     return [near, *controls]
 
@@ -152,10 +164,15 @@ def _shown(distance: Mapping[str, float], steps: list[int]) -> str:
 
 
 def speed(report: Report) -> dict[str, float]:
-    """Milliseconds per step after the warm-up, tokens per second, memory, and the MoE layers' part; see the page."""
+    """Milliseconds per step after the warm-up, tokens per second, memory, and the MoE layers' part; see the page.
+
+    Raises ValueError for a report of the warm-up alone.
+    """
     points = curve(report)
     profiled = 3 if "profile" in report else 0  # the last steps, slowed down by the profiler
     steps = [step for step in sorted(points)[: -profiled or None] if step > WARM]
+    if not steps:
+        raise ValueError(f"a report of {len(points)} steps has none behind the {WARM} of the warm-up")
     times = [points[step].ms for step in steps]
     found = {
         "median ms per step": statistics.median(times),
@@ -192,8 +209,9 @@ def tables(reports: Mapping[str, Report]) -> str:
     lines += [f"| {item.what} | {'yes' if item.holds else 'NO'} | {item.numbers} |" for item in verdicts(reports)]
     numbers = {name: speed(reports[name]) for name in ("mok", "alltoall") if name in reports}
     lines += ["", f"| | {' | '.join(numbers)} |", "|---|" + "---:|" * len(numbers)]
-    for row in next(iter(numbers.values())):
-        lines.append(f"| {row} | {' | '.join(f'{values[row]:,.1f}' for values in numbers.values())} |")
+    for row in dict.fromkeys(row for values in numbers.values() for row in values):
+        cells = (f"{values[row]:,.1f}" if row in values else "" for values in numbers.values())
+        lines.append(f"| {row} | {' | '.join(cells)} |")
     for name in numbers:
         lines += ["", f"The longest kernels of `{name}`, ms and launches per step:", "", "| kernel | ms | launches |"]
         lines.append("|---|---:|---:|")

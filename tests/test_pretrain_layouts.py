@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests.megatron_cpu.job import RankReport
@@ -54,3 +56,23 @@ def test_control_unfired_pre_hooks_are_noticed(pretrain: Pretrain) -> None:
 def test_control_unset_grad_flag_is_noticed(pretrain: Pretrain) -> None:
     broken = _run_broken(pretrain, "ep2-fused-wgrad", "leave_grad_flag_unset")
     assert worst_difference(broken, pretrain.run("ep2-fused-wgrad", "alltoall")) > 100 * FP32_TOLERANCE
+
+
+def test_a_value_that_is_no_number_agrees_with_nothing() -> None:
+    right = [RankReport(losses=[{"lm loss": 2.0}, {"lm loss": 1.9}], grad_norms=[1.0, 1.0])]
+    assert_same(right, right, FP32_TOLERANCE)
+    for wrong in (
+        [RankReport(losses=[{"lm loss": 2.0}, {"lm loss": float("nan")}], grad_norms=[1.0, 1.0])],
+        [RankReport(losses=[{"lm loss": 2.0}, {"lm loss": 1.9}], grad_norms=[float("nan"), 1.0])],
+    ):
+        for got, expected in ((wrong, right), (right, wrong), (wrong, wrong)):
+            with pytest.raises(pytest.fail.Exception, match="relative difference inf"):
+                assert_same(got, expected, FP32_TOLERANCE)
+
+
+def test_the_example_refuses_context_parallelism(monkeypatch: pytest.MonkeyPatch) -> None:
+    from examples import pretrain_gpt
+
+    monkeypatch.setattr(pretrain_gpt, "get_args", lambda: SimpleNamespace(context_parallel_size=2))
+    with pytest.raises(ValueError, match="--context-parallel-size 2: this script does not split sequences"):
+        pretrain_gpt.model_provider()

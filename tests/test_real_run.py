@@ -256,7 +256,7 @@ def test_runs_that_agree_and_runs_that_do_not() -> None:
     runs = {
         "mok": whole,
         "alltoall": report(range(1, 301), scale=1.0005),
-        "alltoall-noise-1": report(range(1, 201), scale=1.0011),
+        "alltoall-noise-1": report(range(1, 301), scale=1.0011),
         "mok-stopped": stopped,
         "mok-resumed": resumed,
     }
@@ -277,10 +277,13 @@ def test_the_controls_say_how_near_the_curve_must_be() -> None:
 
     runs = {"mok": curve(1.001), "alltoall": curve(1.0), "alltoall-other-seed": curve(1.0005)}
     assert not real_run.same_curve(runs)[0].holds
-    farther = {**runs, "alltoall-noise-2": curve(0.998, range(1, 151))}
+    farther = {**runs, "alltoall-noise-2": curve(0.998)}
     near, *controls = real_run.same_curve(farther)
-    assert near.holds and near.numbers.startswith("steps 1 to 150: first 10 losses within 1.0e-03")
+    assert near.holds and near.numbers.startswith("steps 1 to 300: first 10 losses within 1.0e-03")
     assert [item.what.split(" /")[0] for item in controls] == ["alltoall, other seed", "alltoall, noise 2"]
+    short = real_run.same_curve({**runs, "alltoall-noise-2": curve(0.998, range(1, 299))})
+    assert [item.holds for item in short] == [False, True, False]
+    assert short[2].numbers == "298 steps only, not compared"
 
     rounding_alone = {**farther, "mok": curve(1.003), "alltoall-noise-2": curve(0.99)}
     assert not real_run.same_curve(rounding_alone)[0].holds
@@ -288,9 +291,22 @@ def test_the_controls_say_how_near_the_curve_must_be() -> None:
     drifted["losses"]["lm loss"][280:] = [1.1 * loss for loss in drifted["losses"]["lm loss"][280:]]
     assert not real_run.same_curve({**farther, "mok": drifted, "alltoall-noise-2": curve(0.998)})[0].holds
     alone = real_run.same_curve({name: runs[name] for name in ("mok", "alltoall")})[0]
-    assert not alone.holds and alone.numbers.endswith("; no control to compare with")
-    apart = real_run.same_curve({**runs, "mok": curve(1.0, range(301, 401))})[0]
-    assert not apart.holds and apart.numbers == "no common step"
+    assert not alone.holds and alone.numbers.endswith("; no control of all these steps to compare with")
+    apart = real_run.same_curve({**runs, "mok": curve(1.0, range(202, 401))})[0]
+    assert not apart.holds and apart.numbers == "99 common steps, at least 100 needed"
+
+
+@pytest.mark.parametrize("names", [["mok"], ["alltoall"], ["alltoall-other-seed"], ["mok", "alltoall-other-seed"]])
+def test_a_loss_that_is_no_number_is_near_nothing(names: list[str]) -> None:
+    runs = {
+        "mok": report(range(1, 301)),
+        "alltoall": report(range(1, 301)),
+        "alltoall-other-seed": report(range(1, 301)),
+    }
+    assert real_run.same_curve(runs)[0].holds
+    for name in names:
+        runs[name]["losses"]["lm loss"][200] = float("nan")
+    assert not real_run.same_curve(runs)[0].holds
 
 
 def test_speed_leaves_out_warm_up_and_profiled_steps() -> None:
@@ -299,6 +315,31 @@ def test_speed_leaves_out_warm_up_and_profiled_steps() -> None:
     assert found["tokens per second"] == pytest.approx(8192 / 0.08)
     assert found["MoE share of the step %"] == pytest.approx(37.5)
     assert found["profile: MoE share of busy %"] == pytest.approx(100 * 14 / 18)
+
+
+def test_a_run_that_was_cut_short_has_empty_cells_or_says_so() -> None:
+    cut = report(range(1, 201), ms=160.0)
+    del cut["moe_ms"], cut["profile"]
+    for order in (("mok", "alltoall"), ("alltoall", "mok")):
+        runs = dict(zip(order, (cut, report(range(1, 201))), strict=True))
+        lines = real_run.tables(runs).splitlines()
+        assert sum(line.startswith("| MoE share of the step % |") and line.endswith("|  |") for line in lines) == (
+            order[0] == "alltoall"
+        )
+    with pytest.raises(ValueError, match="a report of 60 steps has none behind the 100"):
+        real_run.speed(report(range(1, 61)))
+
+
+def test_the_picture_shows_every_curve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plt = pytest.importorskip("matplotlib.pyplot")
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    runs = {name: report(range(1, 201)) for name in ("mok", "alltoall", *real_run.CONTROLS)}
+    page = tmp_path / "page.md"
+    page.write_text("<!-- results -->\n<!-- /results -->\n")
+    real_run.write_into(page, runs)
+    labels = [line.get_label() for line in plt.gcf().axes[0].lines]
+    assert labels == ["alltoall", "mok", *real_run.CONTROLS.values()]
+    assert len({(line.get_color(), line.get_linestyle()) for line in plt.gcf().axes[0].lines}) == len(labels)
 
 
 def test_results_are_written_into_the_page(tmp_path: Path) -> None:
