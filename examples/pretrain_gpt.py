@@ -132,7 +132,7 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: Any) 
         batch = {
             key: value.cuda(non_blocking=True) for key, value in next(data_iterator).items() if torch.is_tensor(value)
         }
-    loss_mask = batch.get("loss_mask")
+    loss_mask: Any = batch.get("loss_mask")
     output = model(
         batch.get("tokens"),
         batch.get("position_ids"),

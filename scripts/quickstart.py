@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import curves
-import prepare_corpus
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from scripts import curves, prepare_corpus
 
 ROOT = Path(__file__).parents[1]
 CONFIG = "tiny-deepseek"

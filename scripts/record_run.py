@@ -135,7 +135,7 @@ def describe(models: list[torch.nn.Module]) -> dict[str, Any]:
     from megatron.training import get_args
 
     args = get_args()
-    modules = [module for model in models for module in model.modules()]
+    modules: list[Any] = [module for model in models for module in model.modules()]
     return {
         "parameters": sum(
             parameter.numel() * (1 if getattr(parameter, "allreduce", True) else args.expert_model_parallel_size)

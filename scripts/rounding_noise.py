@@ -27,7 +27,7 @@ class _Noise(torch.autograd.Function):
         return _off(x, generator)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _off(grad, ctx.generator), None
 
 

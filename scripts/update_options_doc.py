@@ -53,10 +53,10 @@ def fill_blocks(page: str, blocks: dict[str, str], path: Path) -> str:
     """``page``, the text of ``path``, with each block between its markers. Raises ValueError where there are none."""
     for name, content in blocks.items():
         block = rf"(?s)<!-- {name} -->.*?<!-- /{name} -->"
-        if len(re.findall(block, page)) != 1:
+        found = re.findall(block, page)
+        if len(found) != 1:
             raise ValueError(f"{path}: expected one block <!-- {name} --> ... <!-- /{name} -->")
-        text = f"<!-- {name} -->\n{content}\n<!-- /{name} -->"
-        page = re.sub(block, lambda _match, text=text: text, page)
+        page = page.replace(found[0], f"<!-- {name} -->\n{content}\n<!-- /{name} -->")
     return page
 
 

@@ -81,7 +81,7 @@ def _padded(layer: Any, x: Tensor) -> dict[str, Tensor]:
 def _packed(layer: Any, x: Tensor) -> dict[str, Tensor]:
     """Packed sequences come as ``[T, 1, H]``, with another T in every call."""
     rows = x.reshape(-1, 1, x.shape[-1])
-    found = {}
+    found: dict[str, Tensor] = {}
     for call, tokens in enumerate((rows, rows[: len(rows) // 3], rows[1:])):
         found |= {f"{name}, call {call}": tensor for name, tensor in moe_layers.run(layer, tokens).items()}
     return found

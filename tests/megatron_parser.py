@@ -50,7 +50,7 @@ def _outcome(config_name: str, layout_name: str, version: str) -> dict[str, Any]
     # Megatron's checks ask which GPU is there: Blackwell for a rack, else Hopper.
     major = 10 if layout_name.startswith("nvl72") else 9
     torch.cuda.get_device_capability = lambda *_: (major, 0)
-    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=major, minor=0)
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(major=major, minor=0)  # type: ignore[assignment]
     # And whether Transformer Engine's fused rotary embedding is there, which these machines have.
     rope_utils.fused_apply_rotary_pos_emb = rope_utils.fused_apply_rotary_pos_emb or object()
     sys.argv = ["pretrain_gpt.py", *command.argv()]
@@ -62,7 +62,7 @@ def _outcome(config_name: str, layout_name: str, version: str) -> dict[str, Any]
 
 
 def main() -> None:
-    outcomes = []
+    outcomes: list[dict[str, Any]] = []
     for case in itertools.batched(sys.argv[1:], 3):
         noise = io.StringIO()
         try:

@@ -9,7 +9,7 @@ def leave_pre_hooks_unfired() -> None:
     """The experts' forward pre-hooks, on which the wait for the parameter all-gather hangs, are not called."""
     from mok_megatron import experts
 
-    experts.fire_pre_hooks = lambda _experts: None
+    experts.fire_pre_hooks = lambda experts: None
 
 
 def leave_grad_flag_unset() -> None:
@@ -21,7 +21,7 @@ def leave_grad_flag_unset() -> None:
 
     from mok_megatron import autograd
 
-    returned = autograd._Sinks.returned
+    returned: Any = autograd._Sinks.returned
 
     def without_flag(self: Any) -> Any:
         gradients = returned(self)

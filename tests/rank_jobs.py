@@ -185,8 +185,10 @@ def main_grad(rank: int, world_size: int) -> None:
     ]
     for leaf, y in reversed(list(zip(leaves, ys, strict=True))):
         y.backward(dy)
-        assert torch.equal(y, alone.y) and torch.equal(leaf[0].grad, alone.dx)
-        assert torch.equal(leaf[1].grad, alone.dprobs)
+        dx, dprobs = (tensor.grad for tensor in leaf)
+        assert dx is not None and dprobs is not None
+        assert torch.equal(y, alone.y) and torch.equal(dx, alone.dx)
+        assert torch.equal(dprobs, alone.dprobs)
     for of_kind, expected in zip(parameters, (alone.dw1, alone.dw2), strict=True):
         sums = torch.stack([parameter.main_grad for parameter in of_kind])  # type: ignore[attr-defined]
         assert relative_error(sums, 2 * expected) < 1e-6
@@ -363,8 +365,10 @@ def main() -> int:
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl", device_id=own_device())
-    jobs = {**{f"routing {name}": partial(routing, name=name) for name in ROUTINGS}, **JOBS}
-    for name, job in jobs.items():
+    routings: dict[str, Callable[[int, int], None]] = {
+        f"routing {name}": partial(routing, name=name) for name in ROUTINGS
+    }
+    for name, job in {**routings, **JOBS}.items():
         begin = time.perf_counter()
         job(rank, world_size)
         if rank == 0:

@@ -45,11 +45,11 @@ class RankPool:
         answers: dict[int, tuple[bool, Any]] = {}
         deadline, first = time.monotonic() + timeout_s, ""
         while len(answers) < self._world_size and (left := deadline - time.monotonic()) > 0:
-            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
-            for pipe in wait(list(waiting), timeout=left):
-                rank = waiting[pipe]  # type: ignore[index]
+            waiting: dict[Any, int] = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in answers}
+            for ready in wait(list(waiting), timeout=left):
+                rank = waiting[ready]
                 try:
-                    answers[rank] = pipe.recv()  # type: ignore[union-attr]
+                    answers[rank] = self._pipes[rank].recv()
                 except EOFError:
                     self._processes[rank].join(_GRACE_S)
                     answers[rank] = (False, f"it ended with exit code {self._processes[rank].exitcode}")

@@ -63,8 +63,11 @@ class RealRank(VirtualRanks):
     def parts(self, inputs: Inputs, tokens: Sequence[int] | None = None) -> Parts:
         """What is this rank's of a batch."""
         mine, held = of_rank(self.rank, tokens or self.tokens, len(inputs.w1))
-        data = [t[mine].to(own_device()) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.dy)]
-        return Parts(*data, list(inputs.w1[held].to(own_device())), list(inputs.w2[held].to(own_device())))
+        x, probs, routing_map, dy = (
+            t[mine].to(own_device()) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.dy)
+        )
+        w1, w2 = (list(w[held].to(own_device())) for w in (inputs.w1, inputs.w2))
+        return Parts(x, probs, routing_map, dy, w1, w2)
 
     def call(
         self,

@@ -228,7 +228,8 @@ def test_placeholders_of_a_shape_share_memory() -> None:
 def test_new_gradients_are_one_allocation_that_autograd_takes_without_a_copy(frozen: bool) -> None:
     layer = make_layer(dtype=torch.bfloat16)
     layer.w1.parameters[2].requires_grad_(not frozen)
-    original, written = layer.backend.backward, []
+    original = layer.backend.backward
+    written: list[int | None] = []
 
     def spy(dy: Tensor, saved: Any, w1: Any, w2: Any, grads: WeightGrads, **options: Any) -> Any:
         written.extend(None if sink is None else sink.data_ptr() for sink in (*grads.w1, *grads.w2))
@@ -250,12 +251,12 @@ class _FlatViewOnly(torch.Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> _FlatViewOnly:
-        tensor: _FlatViewOnly = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)  # type: ignore[attr-defined]
+        tensor: _FlatViewOnly = torch.Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype)
         tensor.held = held
         return tensor
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
             return cls(args[0].held)
         if func == torch.ops.aten.view.default and list(args[1]) in ([-1], [args[0].numel()]):

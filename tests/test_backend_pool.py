@@ -37,7 +37,7 @@ class _Backend:
 
 
 def _join(group: dist.ProcessGroup | None, log: list[str], shape: MoeShape = SHAPE) -> Any:
-    backend_pool.create_backend = lambda *_: _Backend(group, log)  # type: ignore[assignment]
+    backend_pool.create_backend = lambda *_: _Backend(group, log)  # type: ignore[attr-defined, assignment]
     return backend_pool.shared_backend(shape, MokConfig(), group, torch.device("cpu"), torch.float32)
 
 

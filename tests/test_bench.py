@@ -226,7 +226,7 @@ def test_sustained_products_last_as_long_as_the_layer() -> None:
     cublas = Cublas.__new__(Cublas)
     cublas._meter = Meter()
     product: Callable[[int], Any] = counted.append
-    cublas.product = product  # type: ignore[method-assign]
+    cublas.product = product  # type: ignore[method-assign, assignment]
     assert cublas.sustained_ms(9.0, 0.6) == pytest.approx(0.7) and len(counted) == 15
     assert cublas.sustained_ms(0.1, 0.6) == pytest.approx(0.7) and len(counted) == 1
 

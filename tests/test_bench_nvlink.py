@@ -123,7 +123,7 @@ def _two_ranks(rank: int, world: int) -> dict[str, Any]:
 
     for name in ("synchronize", "empty_cache", "Stream", "_sleep"):
         setattr(torch.cuda, name, lambda *_: None)
-    torch.cuda.stream = nullcontext  # type: ignore[assignment, misc]
+    torch.cuda.stream = nullcontext  # type: ignore[assignment]
     bench_nvlink.Kernels, bench_nvlink.CudaMeter = FakeKernels, FakeMeter  # type: ignore[assignment, misc]
     bench_nvlink.peer_memory.allocate = allocate
     bench_nvlink.CudaBackend.create = lambda *_: FakeBackend()  # type: ignore[assignment, method-assign]

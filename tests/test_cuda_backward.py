@@ -143,7 +143,9 @@ def test_two_microbatches_add_up_in_either_order() -> None:
     weights = (a.w1.to(DEVICE), a.w2.to(DEVICE))
     alone = [run_layer(ranks, inputs) for inputs in (a, b)]
     for order in ((0, 1), (1, 0)):
-        outputs = [ranks.forward(*(t.to(DEVICE) for t in (i.x, i.probs, i.routing_map)), *weights) for i in (a, b)]
+        outputs = [
+            ranks.forward(i.x.to(DEVICE), i.probs.to(DEVICE), i.routing_map.to(DEVICE), *weights) for i in (a, b)
+        ]
         dw1, dw2 = (torch.zeros(w.shape, device=DEVICE) for w in weights)
         for which in order:
             dy = (a, b)[which].dy.to(DEVICE)
@@ -159,9 +161,9 @@ def test_frozen_weights_and_no_dx() -> None:
     inputs = inputs_of(case)
     ranks = ranks_of(case, inputs)
     expected = run_layer(ranks, inputs)
-    tensors = [t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map)]
+    x, probs, routing_map = (t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map))
     w1, w2, dy = (t.to(DEVICE) for t in (inputs.w1, inputs.w2, inputs.dy))
-    outputs = ranks.forward(*tensors, w1, w2)
+    outputs = ranks.forward(x, probs, routing_map, w1, w2)
     for frozen1, frozen2 in (({0, 5}, set()), (set(), set(range(8))), (set(range(8)), set(range(8)))):
         dw1 = [None if e in frozen1 else torch.empty_like(w1[e], dtype=torch.float32) for e in range(8)]
         dw2 = [None if e in frozen2 else torch.empty_like(w2[e], dtype=torch.float32) for e in range(8)]
@@ -232,7 +234,7 @@ def _through_autograd(ranks: VirtualRanks, inputs: Inputs, *, fuse: bool) -> tup
     y.backward(inputs.dy.to(DEVICE))
     name = "main_grad" if fuse else "grad"
     if fuse:
-        assert all(weight.grad_added_to_main_grad for weight in (*w1, *w2))
+        assert all(weight.grad_added_to_main_grad for weight in (*w1, *w2))  # type: ignore[attr-defined]
     dw = [torch.stack([getattr(weight, name) for weight in weights]) for weights in (w1, w2)]
     assert x.grad is not None and probs.grad is not None
     return tuple(t.cpu() for t in (kept, x.grad, probs.grad, *dw))

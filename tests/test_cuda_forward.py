@@ -182,7 +182,8 @@ def test_a_token_does_not_depend_on_other_tokens() -> None:
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
     changed = ranks.forward(x.to(DEVICE), probs.to(DEVICE), routing_map.to(DEVICE), *weights)[0].y.cpu()
     assert torch.equal(changed[kept], expected)
-    moved = ranks.forward(*(t[order].to(DEVICE) for t in (x, probs, routing_map)), *weights)[0].y.cpu()
+    x, probs, routing_map = (t[order].to(DEVICE) for t in (x, probs, routing_map))
+    moved = ranks.forward(x, probs, routing_map, *weights)[0].y.cpu()
     assert torch.equal(moved[torch.argsort(order)][kept], expected)
     assert not torch.equal(changed, _y(_run(ranks, one)))
     ranks.close()
@@ -203,8 +204,8 @@ def test_row_offsets_beyond_32_bits() -> None:
     output = ranks.forward(x, probs, routing_map, w1, w2)[0]
     assert int(output.schedule.expert_first_row[-1]) * hidden > 2**31
     for picked in (slice(0, 64), slice(tokens - 64, tokens)):
-        few = [t[picked].cpu() for t in (x, probs, routing_map)]
-        y = moe_layer(*few, w1.cpu(), w2.cpu(), torch.zeros_like(few[0])).y
+        few_x, few_probs, few_map = (t[picked].cpu() for t in (x, probs, routing_map))
+        y = moe_layer(few_x, few_probs, few_map, w1.cpu(), w2.cpu(), torch.zeros_like(few_x)).y
         assert relative_error(output.y[picked].cpu(), y) < 1e-2
     ranks.close()
 

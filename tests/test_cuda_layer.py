@@ -108,7 +108,7 @@ def test_several_calls_in_flight_in_any_order() -> None:
     for order in ((0, 1, 2), (1, 0, 2)):
         leaves = [tokens(seed).requires_grad_() for seed in range(3)]
         losses = [layer(leaf)[0].float().square().sum() for leaf in leaves]
-        gradients = {}
+        gradients: dict[str, Any] = {}
         for call in order:
             losses[call].backward()
             gradients[f"dx {call}"] = leaves[call].grad

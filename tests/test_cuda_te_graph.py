@@ -62,7 +62,8 @@ def test_behind_the_router_with_every_kind_of_routing(stream: torch.cuda.Stream,
     probs.requires_grad_()
 
     def step() -> dict[str, Tensor]:
-        x.grad = probs.grad = None
+        for leaf in (x, probs):
+            leaf.grad = None
         torch._foreach_zero_(main_grads)
         hidden, weights = layer.dispatch(*layer.preprocess(x, probs, routing_map))
         y = layer.postprocess(layer.combine(layer.routed_experts_compute(hidden, weights)[0]), None)
@@ -98,7 +99,7 @@ def _numbered(tensors: list[Tensor]) -> dict[str, Tensor]:
 def test_a_whole_step_under_ddp(stream: torch.cuda.Stream, name: str) -> None:
     """Zeroing the buffers, router, shared and routed experts of two microbatches, and the gradients' reduction."""
     training = Training("mok", SETUPS[name])
-    leaves = [tokens(seed).requires_grad_() for seed in range(MICROBATCHES)]
+    leaves: list[Any] = [tokens(seed).requires_grad_() for seed in range(MICROBATCHES)]
 
     def found(outputs: list[Tensor]) -> dict[str, Tensor]:
         gradients = training.gradients()

@@ -11,6 +11,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -64,8 +65,7 @@ class _Clock:
 
 
 def _measure(experts: int, top_k: int, *, ddp: bool) -> dict[str, float]:
-    changes = {"num_moe_experts": experts, "moe_router_topk": top_k, "gradient_accumulation_fusion": True}
-    layer = build(**TE, **changes)
+    layer = build(**TE, num_moe_experts=experts, moe_router_topk=top_k, gradient_accumulation_fusion=True)
     if ddp:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
@@ -90,7 +90,7 @@ def _measure(experts: int, top_k: int, *, ddp: bool) -> dict[str, float]:
             with torch.no_grad():
                 clock.time(NO_GRAD, forward())
             y = clock.time(FORWARD, forward())
-            clock.time(BACKWARD, lambda y=y: y.backward(dy))
+            clock.time(BACKWARD, partial(y.backward, dy))
             x.grad = probs.grad = None
             for parameter in parameters:
                 parameter.grad = None

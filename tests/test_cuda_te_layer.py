@@ -21,7 +21,7 @@ pytest.importorskip("transformer_engine.pytorch", reason="Transformer Engine is 
 pytestmark = pytest.mark.gpu
 
 FUSED: dict[str, Any] = {"gradient_accumulation_fusion": True}
-SINGLE_WEIGHT = {"moe_single_grouped_weight": True, "use_transformer_engine_op_fuser": True}
+SINGLE_WEIGHT: dict[str, Any] = {"moe_single_grouped_weight": True, "use_transformer_engine_op_fuser": True}
 SINGLE_WEIGHT_VARIABLES = ("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "NVTE_CUTEDSL_FUSED_GROUPED_MLP")
 """Without them Transformer Engine keeps one weight per expert, and Megatron does not build the fused experts."""
 
@@ -121,7 +121,7 @@ def test_parameters_that_move_between_steps_and_between_forward_and_backward() -
         for parameter in layer.experts.parameters():
             parameter.data = _move(parameter.data)
     (y.float().square().sum() + y.float().sum()).backward()
-    assert torch.equal(leaf.grad, expected["dx"])
+    assert leaf.grad is not None and torch.equal(leaf.grad, expected["dx"])
     for name, parameter in layer.experts.named_parameters():
         assert torch.equal(parameter.main_grad, expected[f"d experts.{name}"]), name
 
@@ -134,7 +134,7 @@ def test_a_layer_that_runs_twice_in_one_graph_adds_both_gradients() -> None:
     outputs = [layer(leaf)[0].float() for leaf in leaves]
     torch.stack([y.square().sum() + y.sum() for y in outputs]).sum().backward()
     for leaf, run in zip(leaves, alone, strict=True):
-        assert torch.equal(leaf.grad, run["dx"])
+        assert leaf.grad is not None and torch.equal(leaf.grad, run["dx"])
     for name, parameter in layer.experts.named_parameters():
         both = alone[0][f"d experts.{name}"] + alone[1][f"d experts.{name}"]
         assert moe_layers.relative_error(parameter.main_grad, both) < 1e-6, name
@@ -156,7 +156,7 @@ def test_frozen_experts_get_nothing_and_the_rest_stays_the_same() -> None:
 @pytest.mark.parametrize("fuse", [False, True])
 def test_one_grouped_weight_gives_the_bits_of_one_weight_per_expert(fuse: bool, monkeypatch: Any) -> None:
     """The kernels find the experts' matrices inside Transformer Engine's GroupedTensor."""
-    changes = {**DEEPSEEK, "gradient_accumulation_fusion": fuse}
+    changes: dict[str, Any] = {**DEEPSEEK, "gradient_accumulation_fusion": fuse}
     plain = _grouped(**changes)
     for variable in SINGLE_WEIGHT_VARIABLES:
         monkeypatch.setenv(variable, "1")

@@ -39,11 +39,16 @@ def _lookups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """One entry for each time that the weights were looked up."""
     seen: list[Any] = []
     original = experts_module.expert_weights
-    monkeypatch.setattr(experts_module, "expert_weights", lambda *a: seen.append(a) or original(*a))
+
+    def spy(*arguments: Any) -> Any:
+        seen.append(arguments)
+        return original(*arguments)
+
+    monkeypatch.setattr(experts_module, "expert_weights", spy)
     return seen
 
 
-def _weights(experts: nn.Module) -> list[nn.Parameter]:
+def _weights(experts: Any) -> list[nn.Parameter]:
     """In the order of w1, then w2."""
     if isinstance(experts, _Sequential):
         return [getattr(e, name).weight for name in ("linear_fc1", "linear_fc2") for e in experts.local_experts]

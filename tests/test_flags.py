@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,7 +114,9 @@ def test_flags_of_the_page_are_flags_of_megatron() -> None:
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_graph_of_the_moe_module_alone_is_refused(padded: bool) -> None:
     """Megatron wants the padding with it that ``mok`` refuses."""
-    changes = {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0} if padded else {}
+    changes: dict[str, Any] = {}
+    if padded:
+        changes = {"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0}
     refusal, words = (
         (ValueError, "moe_pad_expert_input_to_capacity") if padded else (AssertionError, "drop-padding MoE")
     )

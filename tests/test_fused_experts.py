@@ -77,6 +77,7 @@ def _run(experts: nn.Module, **changes: Any) -> dict[str, Tensor]:
     probs.requires_grad_()
     y = _fused(experts, **changes)(hidden, probs, routing_map)
     y.square().sum().backward()
+    assert hidden.grad is not None and probs.grad is not None
     return {"y": y.detach(), "dx": hidden.grad, "dprobs": probs.grad}
 
 
@@ -107,7 +108,7 @@ def test_every_weight_layout_gives_the_same_bits(layout: str) -> None:
 def test_fused_accumulation_adds_to_main_grad_and_says_so(layout: str) -> None:
     plain = _Experts(layout, _weights())
     _run(plain)
-    experts = _Experts(layout, _weights())
+    experts: Any = _Experts(layout, _weights())
     for parameter in experts.parameters():
         parameter.main_grad = torch.full_like(parameter, 0.25)
     _run(experts, fuse_grad_accumulation=True)
@@ -140,7 +141,8 @@ def test_forward_pre_hooks_fire_once_before_the_weights_are_read(layout: str) ->
 
 
 def test_pre_hooks_with_keyword_arguments_are_called_as_registered() -> None:
-    experts, calls = _Experts("per expert", _weights()), []
+    experts: Any = _Experts("per expert", _weights())
+    calls: list[Any] = []
     experts.linear_fc1.register_forward_pre_hook(lambda *given: calls.append(given), with_kwargs=True)
     fire_pre_hooks(experts)
     assert calls == [(experts.linear_fc1, (), {})]
@@ -152,13 +154,14 @@ def test_hooks_that_cannot_be_honoured_are_refused_by_name() -> None:
 
     def look_at_output(*_: Any) -> None: ...
 
-    fused = _fused(_Experts("per expert", _weights()))
-    handle = fused.experts.linear_fc2.register_forward_pre_hook(swap_input)
+    experts: Any = _Experts("per expert", _weights())
+    fused = _fused(experts)
+    handle = experts.linear_fc2.register_forward_pre_hook(swap_input)
     with pytest.raises(ValueError, match=r"linear_fc2: .*swap_input.* replaces"):
         fused(*_inputs())
     handle.remove()
     for register in ("register_forward_hook", "register_full_backward_hook", "register_full_backward_pre_hook"):
-        handle = getattr(fused.experts.linear_fc1, register)(look_at_output)
+        handle = getattr(experts.linear_fc1, register)(look_at_output)
         with pytest.raises(ValueError, match=r"linear_fc1 \(_Linear\).*look_at_output.*would never run"):
             fused(*_inputs())
         handle.remove()
@@ -192,7 +195,7 @@ BAD_INPUTS = {
 @pytest.mark.parametrize("name", BAD_INPUTS)
 def test_bad_input_is_refused_before_anything_changes(name: str) -> None:
     change, message = BAD_INPUTS[name]
-    experts = _Experts("per expert", _weights())
+    experts: Any = _Experts("per expert", _weights())
     for parameter in experts.parameters():
         parameter.main_grad = torch.zeros_like(parameter)
     with pytest.raises(ValueError, match=message):

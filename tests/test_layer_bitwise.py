@@ -57,7 +57,8 @@ def _backend_recomputes(rank: int) -> list[str]:
     import mok_megatron
 
     x, found = moe_layers.tokens(rank), []
-    for options in ({}, {"recompute": True}, {"save_x": False}):
+    changes: tuple[dict[str, Any], ...] = ({}, {"recompute": True}, {"save_x": False})
+    for options in changes:
         mok_megatron.configure()
         mok_megatron.configure(**options)
         layer = moe_layers.build(**_SHARED)
@@ -68,7 +69,7 @@ def _backend_recomputes(rank: int) -> list[str]:
 
 
 def _gradients(layer: Any, *leaves: Tensor) -> dict[str, Tensor]:
-    found = {f"dx {i}": leaf.grad for i, leaf in enumerate(leaves)}
+    found: dict[str, Any] = {f"dx {i}": leaf.grad for i, leaf in enumerate(leaves)}
     for name, parameter in layer.named_parameters():
         found[f"d {name}"], parameter.grad = parameter.grad, None
     return found

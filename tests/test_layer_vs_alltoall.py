@@ -19,7 +19,9 @@ def _layer_cases(rank: int, world: int) -> dict[str, dict[str, float]]:
     moe_layers.start_megatron(expert_parallel=world)
     moe_layers.stand_in_for_latent_projections()
     errors = {}
-    cases = {name: (changes, {}) for name, changes in moe_layers.LAYER_CASES.items()}
+    cases: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        name: (changes, {}) for name, changes in moe_layers.LAYER_CASES.items()
+    }
     padded = torch.arange(24 - 7 * rank).expand(2, -1) >= 15  # True marks padding, whatever the docstring says
     cases["padding mask"] = ({"moe_router_load_balancing_type": "none"}, {"padding_mask": padded})
     cases["latent"] = ({"moe_latent_size": 16, "moe_shared_expert_intermediate_size": 40}, {})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mok_megatron import memory
 from mok_megatron.backends.workspace import Sizes, Workspace
 from mok_megatron.config import MoeShape
-from mok_megatron.tile_order import backward_ring
+from mok_megatron.tile_order import BLOCK_ROWS, backward_ring
 
 SMALL = MoeShape(hidden=256, intermediate=128, num_experts=8, top_k=2, ep_size=2)
 
@@ -161,7 +161,7 @@ def test_worst_case_by_hand() -> None:
 def test_one_rank_ring_is_never_more_than_the_worst_case() -> None:
     shape = MoeShape(hidden=64, intermediate=64, num_experts=4, top_k=2)
     assert memory.default_ring_rows(shape, 100) == memory.worst_case_rows(shape, 100)
-    assert memory.default_ring_rows(shape, 0) == memory.BLOCK_ROWS
+    assert memory.default_ring_rows(shape, 0) == BLOCK_ROWS
 
 
 @settings(max_examples=100, deadline=None)

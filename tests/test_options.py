@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ import mok_megatron
 from mok_megatron import options
 from mok_megatron.config import MokConfig
 
-SAMPLE = {
+SAMPLE: dict[str, tuple[Any, list[str]]] = {
     "backend": ("reference", ["--mok-backend", "reference"]),
     "comm_sms": (16, ["--mok-comm-sms", "16"]),
     "ring_rows": (4096, ["--mok-ring-rows", "4096"]),

@@ -25,7 +25,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     source.mkdir()
     subprocess.run(["cp", "-r", *(str(ROOT / name) for name in kept), str(source)], check=True, timeout=60)
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     yield next(folder.glob("*.whl"))
 

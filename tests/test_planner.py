@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -174,7 +175,7 @@ def test_comm_sms_saturate_nvlink_where_they_can() -> None:
 
 
 def job(name: str = "deepseek-v3", cluster: Cluster = RACKS, **changes: int) -> Job:
-    sizes = {"seq_length": 4096, "global_batch": 2048, **changes}
+    sizes: dict[str, Any] = {"seq_length": 4096, "global_batch": 2048, **changes}
     return Job(arch=load_model_config(name).architecture, cluster=cluster, **sizes)
 
 

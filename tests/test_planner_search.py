@@ -28,7 +28,7 @@ from tests.megatron_parser import parse_with_megatron
 
 
 def job(name: str = "deepseek-v3", gpu_name: str = "gb300", domains: int = 8, **changes: int) -> Job:
-    sizes = {"seq_length": 4096, "global_batch": 8192, **changes}
+    sizes: dict[str, Any] = {"seq_length": 4096, "global_batch": 8192, **changes}
     cluster = Cluster(gpu=gpu(gpu_name), domains=domains)
     return Job(arch=load_model_config(name).architecture, cluster=cluster, **sizes)
 
@@ -37,7 +37,7 @@ def pinned(the_job: Job, recompute: str | None = None, **pins: int) -> Plan:
     return search(the_job, pins, recompute=recompute).plans[0]
 
 
-EP64 = {"tp": 1, "pp": 8, "vpp": 4, "cp": 1, "ep": 64, "micro_batch": 1}
+EP64: dict[str, Any] = {"tp": 1, "pp": 8, "vpp": 4, "cp": 1, "ep": 64, "micro_batch": 1}
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-235b-a22b"])
@@ -119,7 +119,7 @@ def test_chunks_in_flight_are_those_of_1f1b(pp: int, vpp: int, rank: int, chunks
 def test_prediction_is_between_the_floors_and_reason() -> None:
     plan = pinned(job(), **EP64)
     for direction in ("fwd", "bwd"):
-        moe = plan.time.moe[direction]  # type: ignore[index]
+        moe = plan.time.moe[direction]
         assert moe.floors.bound <= moe.total_s <= 3 * moe.floors.bound
     assert 0.2 * 2500 < plan.model_tflops < 0.7 * 2500
     assert plan.time.bubble_s == pytest.approx(7 / 4 * plan.time.stage_s)

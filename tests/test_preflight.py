@@ -96,7 +96,7 @@ def test_a_group_over_two_hopper_nodes_names_hosts_and_ranks() -> None:
     [({"clique": 2}, f"{CLUSTER} clique 2"), ({"cluster": OTHER_CLUSTER}, f"{OTHER_CLUSTER} clique 1")],
 )
 def test_different_cliques_or_clusters_are_different_domains(second: dict[str, Any], domain: str) -> None:
-    fabric = {"cluster": CLUSTER, "clique": 1, "channels": ("channel0",)}
+    fabric: dict[str, Any] = {"cluster": CLUSTER, "clique": 1, "channels": ("channel0",)}
     places = [*node("a", 0, 4, **fabric), *node("b", 4, 4, **{**fabric, **second})]
     text = message(places, range(8))
     assert f"a (ranks 0-3) in NVLink cluster {CLUSTER} clique 1; b (ranks 4-7) in NVLink cluster {domain}" in text
@@ -265,7 +265,8 @@ def gathered_error(rank: int, world_size: int) -> str:
     from mok_megatron import preflight
 
     preflight.this_place = lambda rank, device: node(f"host{rank}", rank, 1)[0]
-    torch.cuda.device = nullcontext
+    assert dist.group.WORLD is not None
+    torch.cuda.device = nullcontext  # type: ignore[misc, assignment]
     try:
         preflight.require_one_domain(dist.group.WORLD, torch.device("cpu"))
     except ValueError as error:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from scripts import curves
+from scripts import curves, quickstart
 from scripts.curves import Limits, Point
 
 ROOT = Path(__file__).parents[1]
@@ -62,19 +60,12 @@ def test_curves_that_cannot_be_compared_are_refused(other: dict[int, Point]) -> 
         curves.compare("a", other, curve([3.0]), LIMITS)
 
 
-@pytest.fixture
-def quickstart(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The script as a module, as it finds its neighbours when it is run."""
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    return importlib.import_module("quickstart")
-
-
 @pytest.mark.parametrize(
     ("gpus", "processes", "layout", "precision"),
     [(0, 2, "ep2", "fp32"), (1, 1, "single", "bf16"), (2, 2, "ep2", "bf16"), (8, 2, "ep2", "bf16")],
 )
 def test_uses_what_the_machine_has(
-    quickstart: Any, monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int, layout: str, precision: str
+    monkeypatch: pytest.MonkeyPatch, gpus: int, processes: int, layout: str, precision: str
 ) -> None:
     import torch
 
@@ -91,7 +82,7 @@ def test_uses_what_the_machine_has(
     "error",
     ["[rank1]: ValueError: top_k=9 exceeds 8", "pretrain_gpt.py: error: invalid choice: 'mok'", "a.b.CError: x"],
 )
-def test_failure_shows_the_first_error_of_the_log(quickstart: Any, tmp_path: Path, error: str) -> None:
+def test_failure_shows_the_first_error_of_the_log(tmp_path: Path, error: str) -> None:
     log = tmp_path / "mok.log"
     later = ["torch.distributed.elastic.multiprocessing.errors.ChildFailedError: ", "OtherError: later"]
     log.write_text("\n".join(["torchrun", *["noise"] * 50, error, *["noise"] * 50, *later]))

@@ -320,7 +320,8 @@ def test_speed_leaves_out_warm_up_and_profiled_steps() -> None:
 def test_a_run_that_was_cut_short_has_empty_cells_or_says_so() -> None:
     cut = report(range(1, 201), ms=160.0)
     del cut["moe_ms"], cut["profile"]
-    for order in (("mok", "alltoall"), ("alltoall", "mok")):
+    orders: list[tuple[str, str]] = [("mok", "alltoall"), ("alltoall", "mok")]
+    for order in orders:
         runs = dict(zip(order, (cut, report(range(1, 201))), strict=True))
         lines = real_run.tables(runs).splitlines()
         assert sum(line.startswith("| MoE share of the step % |") and line.endswith("|  |") for line in lines) == (

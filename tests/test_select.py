@@ -31,7 +31,7 @@ def test_auto_on_cpu_takes_the_reference_and_says_why_once(caplog: pytest.LogCap
         warnings.simplefilter("always")
         backends = [select.create_backend(SHAPE, MokConfig(), None, "cpu", torch.float32) for _ in range(3)]
     assert {backend.name for backend in backends} == {"reference"}
-    reason = select.cuda_unavailable_reason(CPU, SHAPE, torch.float32)
+    reason = library.cuda_unavailable_reason(CPU, SHAPE, torch.float32)
     assert reason
     assert [str(warning.message).endswith(reason) for warning in caught] == [True]
     assert [record.message.endswith(reason) for record in caplog.records] == [True]
@@ -45,7 +45,7 @@ def test_an_explicit_reference_is_silent() -> None:
 
 
 def test_an_explicit_cuda_never_falls_back() -> None:
-    reason = select.cuda_unavailable_reason(CPU, SHAPE, torch.bfloat16)
+    reason = library.cuda_unavailable_reason(CPU, SHAPE, torch.bfloat16)
     assert reason
     with pytest.raises(ValueError, match=r"backend=cuda cannot run this layer on cpu.*choose backend=auto") as error:
         select.create_backend(SHAPE, MokConfig(backend="cuda"), None, "cpu", torch.bfloat16)
@@ -54,7 +54,7 @@ def test_an_explicit_cuda_never_falls_back() -> None:
 
 def _backend_where_one_rank_has_no_kernels(rank: int, world_size: int) -> tuple[str, list[str]]:
     """Rank 1 alone misses its compiler. No rank may go on with the CUDA backend, which would wait for it."""
-    select.cuda_unavailable_reason = lambda *_: "no nvcc" if rank == 1 else None
+    select.cuda_unavailable_reason = lambda *_: "no nvcc" if rank == 1 else None  # type: ignore[attr-defined]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         shape = replace(SHAPE, ep_size=world_size)

@@ -70,6 +70,7 @@ def _in_a_pool(rank: int, world: int, reached: bool) -> Any:
         return SimpleNamespace(buffer_ptrs=bases)
 
     symmetric_memory.rendezvous = rendezvous  # type: ignore[assignment]
+    assert dist.group.WORLD is not None
     try:
         space = Workspace.symmetric(_sizes(world), dist.group.WORLD, CPU)
     except RuntimeError as error:
@@ -162,6 +163,7 @@ def _cannot_map(rank: int, world: int) -> str:
     install(pytest.MonkeyPatch())
     symmetric_memory.empty = lambda size, **_: torch.empty(size, dtype=torch.uint8)  # type: ignore[assignment]
     symmetric_memory.rendezvous = rendezvous  # type: ignore[assignment]
+    assert dist.group.WORLD is not None
     try:
         Workspace.symmetric(_sizes(world), dist.group.WORLD, CPU)
     except RuntimeError as error:

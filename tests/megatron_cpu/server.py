@@ -30,7 +30,8 @@ def main() -> None:
     rank_module.load_megatron()
     for line in sys.stdin:
         request = json.loads(line)
-        job = Job(**{key: tuple(v) if isinstance(v, list) else v for key, v in request["job"].items()})
+        fields: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in request["job"].items()}
+        job = Job(**fields)
         try:
             answer: dict[str, Any] = {"reports": run_job(job, Path(request["folder"]), request["timeout_s"])}
         except RuntimeError as error:
