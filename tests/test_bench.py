@@ -20,7 +20,7 @@ from scripts.bench.inputs import Case, Ranks
 from scripts.bench.reference import WrongResultError, check, compute_reference
 from scripts.bench.runner import Options, Result, measure_case
 from scripts.bench.shapes import BAR_SHAPES
-from scripts.bench.timing import Call, Cublas, Timing, summarise
+from scripts.bench.timing import Call, Cublas, CudaMeter, Timing, summarise
 from scripts.bench.torch_eager import EagerLayer
 from tests.bench_case import BOTH, CPU, TINY, FakeCublas, FakeMeter, measure, tiny_case
 from tests.distributed import run_ranks
@@ -212,6 +212,16 @@ def test_without_grad_nothing_is_differentiated() -> None:
 def test_median_and_quartiles() -> None:
     assert summarise([3.0, 1.0, 2.0, 100.0, 2.5]) == Timing(ms=2.5, low_ms=2.0, high_ms=3.0, iterations=5)
     assert summarise([4.0]) == Timing(ms=4.0, low_ms=4.0, high_ms=4.0, iterations=1)
+
+
+def _slowest(rank: int, world: int) -> list[float]:
+    return CudaMeter(Ranks(rank=rank, world=world, device=CPU, group=dist.group.WORLD))._slowest(
+        [1.0 + rank, 3.0 - rank]
+    )
+
+
+def test_every_call_counts_by_its_slowest_rank() -> None:
+    assert run_ranks(2, _slowest) == [[2.0, 3.0], [2.0, 3.0]]
 
 
 def test_sustained_products_last_as_long_as_the_layer() -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from mok_megatron.backends.build import architecture_of, compile_library, find_nvcc
 from mok_megatron.config import Activation
 from mok_megatron.schedule import build_schedule, compact
+from scripts.bench.inputs import Ranks
+from scripts.bench.timing import CudaMeter
 from tests.layer_run import Inputs, eager, exact, poisoned_memory, relative_error
 from tests.reference_math import moe_layer
 from tests.routing_cases import CASES, RoutingCase
@@ -77,10 +82,28 @@ def _check_saved(outputs: list[RankOutput], inputs: Inputs) -> None:
             assert relative_error(output.saved.gate_up[block].cpu(), expected) < 4e-3  # 2^-8: one rounding to bf16
 
 
+MANY_EXPERTS = [
+    RoutingCase(name="w1_e256_k8", tokens=(300,), num_experts=256, top_k=8),
+    RoutingCase(name="w1_e257_k9", tokens=(129,), num_experts=257, top_k=9),
+    RoutingCase(name="w1_e384_k8", tokens=(200,), num_experts=384, top_k=8),
+    RoutingCase(name="w1_e512_k16", tokens=(65,), num_experts=512, top_k=16),
+    RoutingCase(name="w2_e1024_k16", tokens=(64, 71), num_experts=1024, top_k=16),
+    RoutingCase(name="w8_e1024_k9", tokens=(17, 1, 0, 33, 16, 8, 64, 5), num_experts=1024, top_k=9),
+]
+
+
 @pytest.mark.parametrize("name", ALL)
 def test_forward_schedule_and_saved_rows(name: str) -> None:
-    case = ALL[name]
-    inputs = inputs_of(case)
+    _check_forward(ALL[name], inputs_of(ALL[name]))
+
+
+@pytest.mark.parametrize("case", MANY_EXPERTS, ids=lambda case: case.name)
+def test_many_experts(case: RoutingCase) -> None:
+    """The schedule looks at 256 experts at a time, and has room for 1024."""
+    _check_forward(case, inputs_of(case, hidden=64, intermediate=64))
+
+
+def _check_forward(case: RoutingCase, inputs: Inputs) -> None:
     ranks = ranks_of(case, inputs)
     ranks.poison()
     outputs = _run(ranks, inputs)
@@ -152,7 +175,7 @@ def test_same_bits_in_every_run_whatever_the_timing() -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 4, 8])
-def test_same_bits_for_any_number_ofranks_of(world: int) -> None:
+def test_same_bits_for_any_number_of_ranks(world: int) -> None:
     tokens, experts = 512, 32
     whole = RoutingCase(name="ranks", tokens=(tokens,), num_experts=experts, top_k=6)
     inputs = inputs_of(whole)
@@ -261,7 +284,7 @@ def test_no_host_synchronisation() -> None:
     ranks.close()
 
 
-def test_graph_replay_with_otherinputs_of() -> None:
+def test_graph_replay_with_other_inputs() -> None:
     """Captured once, replayed 12 times with new x, probs and routing; each equals eager in every bit."""
     torch.use_deterministic_algorithms(False)
     ranks, inputs = _layer()
@@ -294,19 +317,69 @@ def test_graph_replay_with_otherinputs_of() -> None:
     ranks.close()
 
 
-def test_a_kernel_that_holds_sms_does_not_block_us() -> None:
-    """A long kernel on another stream occupies every SM's shared memory in part; both finish."""
+@pytest.fixture(scope="module")
+def hold_sms(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Tensor, int], None]:
+    """Launches blocks on the current stream that keep so many SMs; ``state int32 [3]`` is described in the source."""
+    nvcc = find_nvcc()
+    assert nvcc is not None, "no nvcc"
+    library = tmp_path_factory.mktemp("hold") / "hold_sms.so"
+    architecture = architecture_of(torch.cuda.get_device_capability(DEVICE))
+    assert architecture is not None
+    compile_library(nvcc, architecture, [Path(__file__).parent / "native" / "hold_sms.cu"], library, what="hold_sms")
+    function = ctypes.CDLL(str(library)).hold_sms
+    function.argtypes = (ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p)
+
+    def hold(state: Tensor, sms: int) -> None:
+        assert function(state.data_ptr(), sms, 10_000_000_000, torch.cuda.current_stream().cuda_stream) == 0
+
+    return hold
+
+
+@pytest.mark.parametrize("sms", [1, 32, 100])
+def test_kernels_that_hold_sms_until_we_are_done_do_not_block_us(
+    sms: int, hold_sms: Callable[[Tensor, int], None]
+) -> None:
+    """What holds them goes only when a launch behind ours says so: a kernel that needs all its CTAs would never end."""
     torch.use_deterministic_algorithms(False)
     ranks, inputs = _layer(tokens=1024)
     expected = _y(_run(ranks, inputs))
-    side = torch.cuda.Stream()
-    big = torch.randn(8192, 8192, device=DEVICE).bfloat16()
+    backend = ranks.backends[0]
+    x, probs, routing_map, w1, w2 = (
+        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2)
+    )
+    first, second = list(w1), list(w2)
+    backend.prepare(first, second)
+    state, side = torch.zeros(3, dtype=torch.int32, device=DEVICE), torch.cuda.Stream()
+    torch.cuda.synchronize()
     with torch.cuda.stream(side):
-        for _ in range(20):
-            big @ big
-    tensors = [t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2)]
-    outputs = ranks.forward(*tensors)
-    assert torch.equal(_y(outputs), expected)
+        hold_sms(state, sms)
+    while int(state[0]) < sms:
+        pass
+    schedule = backend.build_schedule(x, probs, routing_map, layer=1)
+    y, _ = backend.forward(x, schedule, first, second, save=True, layer=1)
+    state[1].fill_(1)
+    torch.cuda.synchronize()
+    assert int(state[2]) == 0, "the forward did not end while the SMs were held"
+    assert torch.equal(y.cpu(), expected)
+    ranks.close()
+
+
+def test_a_forward_is_four_kernels_and_nothing_else() -> None:
+    torch.use_deterministic_algorithms(False)
+    ranks, inputs = _layer()
+    backend = ranks.backends[0]
+    x, probs, routing_map, w1, w2 = (
+        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2)
+    )
+    first, second = list(w1), list(w2)
+    backend.prepare(first, second)
+    torch.cuda.synchronize()
+
+    def call(_: int) -> None:
+        schedule = backend.build_schedule(x, probs, routing_map, layer=1)
+        backend.forward(x, schedule, first, second, save=True, layer=1)
+
+    assert CudaMeter(Ranks(rank=0, world=1, device=DEVICE)).launches(call) == 4
     ranks.close()
 
 

@@ -61,6 +61,16 @@ def test_a_step_is_four_launches_on_one_stream(made: tuple[CudaBackend, FakeLibr
     assert [line for line in gpu.said if "waits" in line] == []
 
 
+@pytest.mark.parametrize(("comm_sms", "used"), [(None, 132), (1, 1), (16, 16), (500, 132)])
+def test_as_many_sms_communicate_as_the_option_says(
+    gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch, comm_sms: int | None, used: int
+) -> None:
+    backend, library = _backend(gpu, monkeypatch, comm_sms=comm_sms)
+    _call(backend, 8)
+    _, forward, _, backward = library.params
+    assert (forward.sms, forward.comm_sms) == (backward.sms, backward.comm_sms) == (132, used)
+
+
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 

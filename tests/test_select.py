@@ -7,6 +7,7 @@ import warnings
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -50,6 +51,60 @@ def test_an_explicit_cuda_never_falls_back() -> None:
     with pytest.raises(ValueError, match=r"backend=cuda cannot run this layer on cpu.*choose backend=auto") as error:
         select.create_backend(SHAPE, MokConfig(backend="cuda"), None, "cpu", torch.bfloat16)
     assert reason in str(error.value)
+
+
+HOPPER = torch.device("cuda", 0)
+LAYER = MoeShape(hidden=128, intermediate=64, num_experts=512, top_k=2)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A GPU of ``capability`` whose library loads unless ``error`` says why not."""
+    gpu = SimpleNamespace(capability=(9, 0), error=None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: gpu.capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    loaded = SimpleNamespace(load_kernels=lambda: gpu.error)
+    monkeypatch.setattr(library, "load_library", lambda _architecture: loaded)
+    return gpu
+
+
+def test_a_layer_that_the_kernels_run(a_gpu: SimpleNamespace) -> None:
+    assert library.cuda_unavailable_reason(HOPPER, LAYER, torch.bfloat16) is None
+    many = replace(LAYER, num_experts=1024, ep_size=2, hidden=7168, top_k=16)
+    assert library.cuda_unavailable_reason(HOPPER, many, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"hidden": 96}, "hidden size 96 is not a multiple of 64"),
+        ({"intermediate": 100}, "expert intermediate size 100 is not a multiple of 64"),
+        ({"num_experts": 513}, "513 experts per rank and 513 in all exceed the kernels' 512 and 1024"),
+        ({"num_experts": 1026, "ep_size": 3}, "342 experts per rank and 1026 in all exceed the kernels' 512 and 1024"),
+    ],
+)
+def test_a_layer_that_they_do_not_run(a_gpu: SimpleNamespace, changes: dict[str, Any], reason: str) -> None:
+    assert library.cuda_unavailable_reason(HOPPER, replace(LAYER, **changes), torch.bfloat16) == reason
+
+
+def test_dtypes_and_devices_that_they_do_not_run(a_gpu: SimpleNamespace) -> None:
+    for dtype in (torch.float16, torch.float32):
+        reason = library.cuda_unavailable_reason(HOPPER, LAYER, dtype)
+        assert reason == f"the kernels run bfloat16 layers, this one is {dtype}"
+    a_gpu.capability = (8, 0)
+    assert library.cuda_unavailable_reason(HOPPER, LAYER, torch.bfloat16) == (
+        "there are no kernels for a GPU (compute capability 8.0), only for 9.0 (Hopper)"
+    )
+
+
+def test_a_library_without_code_for_the_device(a_gpu: SimpleNamespace) -> None:
+    """Built elsewhere and shipped, or left in a cache that several kinds of nodes share."""
+    a_gpu.error = "mok.so: route kernel: no kernel image is available"
+    assert library.cuda_unavailable_reason(HOPPER, LAYER, torch.bfloat16) == (
+        "mok.so: route kernel: no kernel image is available: a GPU (compute capability 9.0) needs code for sm90a. "
+        "Delete the file, or rebuild it with `mok-megatron build --arch sm90a`"
+    )
 
 
 def _backend_where_one_rank_has_no_kernels(rank: int, world_size: int) -> tuple[str, list[str]]:

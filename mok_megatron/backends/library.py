@@ -48,4 +48,11 @@ def cuda_unavailable_reason(device: torch.device, shape: MoeShape, dtype: torch.
     except (RuntimeError, OSError) as error:  # a reason like any other: the ranks of a group have to hear of it
         return str(error)
     with torch.cuda.device(device):
-        return library.load_kernels()
+        failure = library.load_kernels()
+    if failure is None:
+        return None
+    what = f"{torch.cuda.get_device_name(device)} (compute capability {capability[0]}.{capability[1]})"
+    return (
+        f"{failure}: {what} needs code for {architecture}. Delete the file, or rebuild it with "
+        f"`mok-megatron build --arch {architecture}`"
+    )

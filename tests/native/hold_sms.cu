@@ -1,0 +1,36 @@
+// Blocks that keep an SM's shared memory each until they are told to go, or for `limit_ns`.
+#include <cstdint>
+
+namespace {
+
+constexpr int kBytes = 200 * 1024; // nothing with as much fits beside it
+
+__device__ uint64_t nanoseconds() {
+  uint64_t now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// state: [0] blocks that have begun, [1] blocks that may go, [2] blocks whose limit was over.
+__global__ void hold(int32_t* state, int64_t limit_ns) {
+  extern __shared__ char kept[];
+  if (threadIdx.x != 0) return;
+  static_cast<volatile char*>(kept)[0] = 0;
+  atomicAdd(state, 1);
+  const uint64_t begin = nanoseconds();
+  while (*static_cast<volatile int32_t*>(state + 1) == 0) {
+    if (nanoseconds() - begin > static_cast<uint64_t>(limit_ns)) {
+      atomicAdd(state + 2, 1);
+      return;
+    }
+    __nanosleep(1000);
+  }
+}
+
+} // namespace
+
+extern "C" int hold_sms(int32_t* state, int32_t sms, int64_t limit_ns, void* stream) {
+  cudaFuncSetAttribute(hold, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  hold<<<sms, 32, kBytes, static_cast<cudaStream_t>(stream)>>>(state, limit_ns);
+  return static_cast<int>(cudaGetLastError());
+}
