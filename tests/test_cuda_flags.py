@@ -107,6 +107,14 @@ LOSS_FLOOR, CAP = 1e-4, 5.0
 A router or an expert that gets no gradient shows as 5e-3 of the norm (tests/test_cuda_pretrain.py)."""
 AT_ONCE, WAVE_S = 36, 75
 """Trainings that share the GPU and the CPU's cores, and seconds that they may take."""
+EFFECTS = {"Recomputation": "module calls", "CUDA graphs": "graph replays", "Offload": "offloaded"}
+"""What a group's options add; else the option was accepted and ignored, and equal bits say nothing."""
+NOTHING_TO_DO = {
+    "Recomputation: the experts' activation",
+    "CUDA graphs: local: router and preprocessing",
+    "CUDA graphs: local: router and preprocessing, the MoE layer recomputed",
+}
+"""Why: the notes of tests/flag_cases.py."""
 AGAIN = ("mok", "--log-throughput")
 """Changes nothing."""
 
@@ -211,6 +219,8 @@ def test_what_saves_memory_or_launches_changes_no_bit(name: str, trainings: Trai
     ours, plain = trainings["mok", _arguments(case)], trainings["mok", case.model]
     assert ours.losses == plain.losses
     assert ours.weights == plain.weights
+    effect = EFFECTS[case.group]
+    assert (ours.counts[effect] > plain.counts[effect]) == (name not in NOTHING_TO_DO), (ours.counts, plain.counts)
 
 
 @pytest.mark.slow

@@ -34,6 +34,8 @@ class RankReport:
         dispatchers: class names of the MoE layers' token dispatchers on this rank.
         backends: names of the backends of its ``mok`` layers.
         megatron: version of megatron-core.
+        counts: module calls, replays of CUDA graphs and offloaded tensors of the whole run: whether an option did
+            anything. Not compared.
     """
 
     losses: list[dict[str, float]] = field(default_factory=list)
@@ -42,3 +44,4 @@ class RankReport:
     dispatchers: list[str] = field(default_factory=list)
     backends: list[str] = field(default_factory=list)
     megatron: str = ""
+    counts: dict[str, int] = field(default_factory=dict, compare=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import inspect
@@ -37,6 +38,7 @@ def run(job: Job, rank: int, port: int) -> dict[str, Any]:
     _poison_memory()
     report = RankReport()
     models = _watch(report)
+    _count(report.counts)
     if job.patch is not None:
         module, function = job.patch.split(":")
         getattr(importlib.import_module(module), function)()
@@ -64,6 +66,28 @@ def _poison_memory() -> None:
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def _count(counts: dict[str, int]) -> None:
+    """Count what options of recomputation, CUDA graphs and offloading are for."""
+    import torch
+    from megatron.core.pipeline_parallel import fine_grained_activation_offload as offload
+
+    counts.update({"module calls": 0, "graph replays": 0, "offloaded": 0})
+
+    def counted(name: str, function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    torch.nn.modules.module.register_module_forward_pre_hook(counted("module calls", lambda _module, _args: None))
+    graph: Any = torch.cuda.CUDAGraph
+    graph.replay = counted("graph replays", graph.replay)
+    handler: Any = offload.ChunkOffloadHandler
+    handler.offload = counted("offloaded", handler.offload)
 
 
 def _watch(report: RankReport) -> list[Any]:
