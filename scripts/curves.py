@@ -139,7 +139,7 @@ def write_markdown(path: Path, curves: Mapping[str, Curve], comparisons: list[Co
 
 
 def draw(path: Path, curves: Mapping[str, Curve], reference: str, title: str) -> None:
-    """Losses above, relative differences from the curve ``reference`` below, as a PNG."""
+    """Losses above, relative differences from the curve ``reference`` below where both have a point, as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -153,10 +153,11 @@ def draw(path: Path, curves: Mapping[str, Curve], reference: str, title: str) ->
     for (name, curve), style in zip(curves.items(), itertools.chain(lines, itertools.repeat(lines[1])), strict=False):
         iterations = sorted(curve)
         above.plot(iterations, [curve[i].loss for i in iterations], label=name, **style)
-        if name != reference:
-            differences = [relative_difference(curve[i].loss, curves[reference][i].loss) for i in iterations]
+        common = [i for i in iterations if i in curves.get(reference, {})]
+        if name != reference and common:
+            differences = [relative_difference(curve[i].loss, curves[reference][i].loss) for i in common]
             floor = [max(difference, 1e-8) for difference in differences]  # equal losses have a place on a log axis
-            below.semilogy(iterations, floor, label=name, color=above.lines[-1].get_color(), **style)
+            below.semilogy(common, floor, label=name, color=above.lines[-1].get_color(), **style)
     above.set(title=title, ylabel="loss (nats per byte)")
     above.legend()
     below.set(xlabel="iteration", ylabel=f"relative difference\nfrom {reference}")

@@ -13,7 +13,7 @@ import math
 import statistics
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +143,29 @@ def same_curve(reports: Mapping[str, Report]) -> list[Verdict]:
     return [near, *controls]
 
 
+def resumed_bits(reports: Mapping[str, Report]) -> Verdict:
+    """``mok-resumed`` has the bits of ``mok``, and begins behind the last step of ``mok-stopped``.
+
+    Without a checkpoint Megatron begins anew, and comes to the same bits.
+    """
+    found = same_bits("mok stopped and resumed, the same bits", reports["mok-resumed"], reports["mok"])
+    first, stopped = reports["mok-resumed"]["steps"][0], reports["mok-stopped"]["steps"][-1]
+    if first == stopped + 1:
+        return found
+    return replace(found, holds=False, numbers=f"begins with step {first}, not resumed after {stopped}")
+
+
 def verdicts(reports: Mapping[str, Report]) -> list[Verdict]:
     """Everything that can be said of the reports that are there."""
     found = same_curve(reports) if {"mok", "alltoall"} <= set(reports) else []
     for name, reference, what in (
         ("mok-stopped", "mok", "mok again, the same bits"),
         ("mok-again", "mok", "mok again, the same bits"),
-        ("mok-resumed", "mok", "mok stopped and resumed, the same bits"),
     ):
         if {name, reference} <= set(reports):
             found.append(same_bits(what, reports[name], reports[reference]))
+    if {"mok-resumed", "mok-stopped", "mok"} <= set(reports):
+        found.append(resumed_bits(reports))
     return found
 
 
@@ -232,7 +245,7 @@ def write_into(page: Path, reports: Mapping[str, Report]) -> None:
         raise ValueError(f"{page} lacks the marks {MARKS[0]} and {MARKS[1]}")
     picture, numbers = page.with_suffix(".png"), page.with_suffix(".csv")
     links = f"![Loss curves]({picture.name})\n\nEvery step: [{numbers.name}]({numbers.name})."
-    page.write_text(f"{before}{begin}\n{tables(reports)}\n\n{links}\n{end}{after}", encoding="utf-8")
+    content = f"{before}{begin}\n{tables(reports)}\n\n{links}\n{end}{after}"
     named = {"alltoall": "alltoall", "mok": "mok", **CONTROLS}
     shown = {title: curve(reports[name]) for name, title in named.items() if name in reports}
     curves.write_csv(numbers, shown)
@@ -240,6 +253,7 @@ def write_into(page: Path, reports: Mapping[str, Report]) -> None:
     title = f"DeepSeek-style, {next(iter(reports.values()))['parameters'] / 1e9:.2f}e9 parameters, {', '.join(devices)}"
     averaged = {name: means(points, 10) for name, points in shown.items()}
     curves.draw(picture, averaged, "alltoall", f"{title}; means over 10 steps")
+    page.write_text(content, encoding="utf-8")
 
 
 def main() -> int:

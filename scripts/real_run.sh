@@ -10,12 +10,12 @@
 #   STEPS=1000        iterations of a whole run
 #   EXTRA             arguments that Megatron gets in every run
 set -euo pipefail
-cd "$(dirname "$0")/.."
 : "${2:?usage: $0 CORPUS FOLDER [RUN ...]}"
-mkdir -p "$2"
 corpus=$(cd "$1" && pwd)
+mkdir -p "$2"
 folder=$(cd "$2" && pwd)
 shift 2
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [[ $folder != *[[:space:]]* ]] || { echo "$0: the folder's path must be without spaces, got '$folder'" >&2 && exit 2; }
 runs=("$@")
 ((${#runs[@]})) ||
@@ -40,7 +40,7 @@ for run in "${runs[@]}"; do
     alltoall) record "$run" alltoall "$measure" ;;
     alltoall-other-seed) record "$run" alltoall "" --seed 4321 ;;
     alltoall-noise-[12]) record "$run" alltoall "--noise ${run##*-}" ;;
-    mok-stopped) record "$run" mok "--digests $stop" --save "$checkpoint" --exit-interval "$stop" ;;
+    mok-stopped) record "$run" mok "--digests $stop" --save "$checkpoint" --save-interval "$stop" --exit-interval "$stop" ;;
     mok-resumed) record "$run" mok "--digests $end" --load "$checkpoint" --exit-interval "$end" ;;
     *) echo "$0: there is no run $run; see its first lines" >&2 && exit 2 ;;
   esac

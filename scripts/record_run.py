@@ -111,8 +111,8 @@ class Recorder:
         trace.unlink()
 
     def write(self) -> None:
-        """Write the report, whole or not at all; nothing on other ranks than the first."""
-        if int(os.environ.get("RANK", "0")) > 0:
+        """Write the report, whole or not at all; nothing before the first step, and on other ranks than the first."""
+        if int(os.environ.get("RANK", "0")) > 0 or not self._steps:
             return
         report = {
             **self._found,

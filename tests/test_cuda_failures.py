@@ -58,8 +58,10 @@ import torch.distributed as dist
 dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
 grads = torch.ones(1 << 20, device=device)
 dist.all_reduce(grads)
+backend = ranks(2)[0]
+backend.prepare(w1[:4], w2[:4])
 torch.cuda.synchronize()
-call(ranks(2)[0], 4)
+call(backend, 4)
 work = dist.all_reduce(grads, async_op=True)
 time.sleep(30)
 """
@@ -88,7 +90,7 @@ assert bool(torch.isfinite(y).all())
 
 
 def test_a_row_with_too_many_experts_is_named() -> None:
-    code, message = _end("routing[17, 3] = True\ncall(ranks(1)[0], 8)\ntorch.cuda.synchronize()\n")
+    code, message = _end("routing[17, 3] = True\nbackend = ranks(1)[0]\ncall(backend, 8)\ntorch.cuda.synchronize()\n")
     assert code != 0
     assert "token 17 is routed to 3 experts, more than top_k=2" in message
 

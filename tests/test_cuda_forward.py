@@ -350,6 +350,7 @@ def test_kernels_that_hold_sms_until_we_are_done_do_not_block_us(
     first, second = list(w1), list(w2)
     backend.prepare(first, second)
     state, side = torch.zeros(3, dtype=torch.int32, device=DEVICE), torch.cuda.Stream()
+    state[1].fill_(0)  # a kernel of torch that is loaded at its first launch would wait for those that wait for it
     torch.cuda.synchronize()
     with torch.cuda.stream(side):
         hold_sms(state, sms)

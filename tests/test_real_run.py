@@ -55,17 +55,22 @@ def launch(tmp_path: Path, *arguments: str, script: Path = SCRIPT, **variables: 
     return done.stdout.splitlines()
 
 
-@pytest.mark.parametrize("dispatcher", ["mok", "alltoall"])
-def test_megatron_accepts_the_launch_scripts_flags(tmp_path: Path, dispatcher: str) -> None:
-    argv = launch(tmp_path, "--seed", "4321", DISPATCHER=dispatcher, LAYERS="3", STEPS="40")
-    assert argv[:4] == ["--standalone", "--nproc-per-node", "1", str(ROOT / "examples" / "pretrain_gpt.py")]
+def parsed(arguments: list[str]) -> str:
+    """What Megatron makes of its command line."""
     done = subprocess.run(
-        [sys.executable, "-c", _PARSE, *argv[4:]],
+        [sys.executable, "-c", _PARSE, *arguments],
         capture_output=True, text=True, timeout=120, cwd=ROOT, check=False,
         env={**environment(megatron_versions()[-1]), "WORLD_SIZE": "1", "RANK": "0"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[-2] == f"{dispatcher} 3 [0, 1, 1] 40 4321"
+    return done.stdout.split("\n")[-2]
+
+
+@pytest.mark.parametrize("dispatcher", ["mok", "alltoall"])
+def test_megatron_accepts_the_launch_scripts_flags(tmp_path: Path, dispatcher: str) -> None:
+    argv = launch(tmp_path, "--seed", "4321", DISPATCHER=dispatcher, LAYERS="3", STEPS="40")
+    assert argv[:4] == ["--standalone", "--nproc-per-node", "1", str(ROOT / "examples" / "pretrain_gpt.py")]
+    assert parsed(argv[4:]) == f"{dispatcher} 3 [0, 1, 1] 40 4321"
 
 
 def test_more_gpus_are_one_expert_parallel_group(tmp_path: Path) -> None:
@@ -102,9 +107,12 @@ def test_the_recorded_runs_are_those_that_are_evaluated(tmp_path: Path) -> None:
     assert runs["mok"].profile == runs["alltoall"].profile == range(998, 1001)
     assert runs["mok"].digests - {1000} == runs["mok-stopped"].digests | runs["mok-resumed"].digests == {150, 300}
     ends = {name: runs[name].arguments[-4:] for name in ("mok-stopped", "mok-resumed")}
-    assert ends["mok-stopped"] == ["--save", f"{folder}/checkpoint", "--exit-interval", "150"]
+    assert ends["mok-stopped"] == ["--save-interval", "150", "--exit-interval", "150"]
+    assert runs["mok-stopped"].arguments[-6:-4] == ["--save", f"{folder}/checkpoint"]
     assert ends["mok-resumed"] == ["--load", f"{folder}/checkpoint", "--exit-interval", "300"]
     assert runs["alltoall-other-seed"].arguments[-2:] == ["--seed", "4321"]
+    for name in ("mok-stopped", "mok-resumed", "alltoall-other-seed"):  # others have nothing that is not tried above
+        assert parsed(runs[name].arguments).startswith(name.split("-")[0])
 
     only = launch(
         tmp_path, str(folder), "mok-again", script=RUNS, STEPS="500", EXTRA="--qk-layernorm\n  --hidden-size 1024"
@@ -168,6 +176,12 @@ def test_marks_change_no_value_and_come_in_order(monkeypatch: pytest.MonkeyPatch
 def test_the_reports_folder_is_made_before_anything_runs(tmp_path: Path) -> None:
     Recorder(recorder_parser().parse_args([str(tmp_path / "runs" / "two" / "mok.json"), "script.py"]))
     assert (tmp_path / "runs" / "two").is_dir()
+
+
+def test_a_run_without_a_step_leaves_an_earlier_report(tmp_path: Path) -> None:
+    (tmp_path / "mok.json").write_text("earlier")
+    Recorder(recorder_parser().parse_args([str(tmp_path / "mok.json"), "script.py"])).write()
+    assert (tmp_path / "mok.json").read_text() == "earlier"
 
 
 def test_digests_see_bits_names_and_places() -> None:
@@ -269,6 +283,8 @@ def test_runs_that_agree_and_runs_that_do_not() -> None:
     one_bit = {**resumed, "grad_norms": [*resumed["grad_norms"][:-1], 1.0000001 / 300]}
     assert "first different step 300" in real_run.same_bits("", one_bit, whole).numbers
     assert not real_run.same_bits("", {**resumed, "digests": {}}, whole).holds
+    anew = real_run.verdicts({"mok": whole, "mok-stopped": stopped, "mok-resumed": whole})[-1]
+    assert not anew.holds and anew.numbers == "begins with step 1, not resumed after 150"
 
 
 def test_the_controls_say_how_near_the_curve_must_be() -> None:
@@ -341,6 +357,16 @@ def test_the_picture_shows_every_curve(tmp_path: Path, monkeypatch: pytest.Monke
     labels = [line.get_label() for line in plt.gcf().axes[0].lines]
     assert labels == ["alltoall", "mok", *real_run.CONTROLS.values()]
     assert len({(line.get_color(), line.get_linestyle()) for line in plt.gcf().axes[0].lines}) == len(labels)
+
+
+def test_runs_of_other_lengths_are_drawn_where_they_are(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    page = tmp_path / "page.md"
+    for lengths in ({"mok": 701, "alltoall": 501, "alltoall-other-seed": 301}, {"mok": 201}):
+        page.write_text("<!-- results -->\n<!-- /results -->\n")
+        page.with_suffix(".png").unlink(missing_ok=True)
+        real_run.write_into(page, {name: report(range(1, end)) for name, end in lengths.items()})
+        assert page.with_suffix(".png").stat().st_size > 0 and "| median ms per step |" in page.read_text()
 
 
 def test_results_are_written_into_the_page(tmp_path: Path) -> None:
