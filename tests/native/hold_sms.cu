@@ -1,4 +1,5 @@
-// Blocks that keep an SM's shared memory each until they are told to go, or for `limit_ns`.
+// Pairs of blocks, in clusters as the layer has them, that keep an SM's shared memory each until they are told to go,
+// or for `limit_ns`.
 #include <cstdint>
 
 namespace {
@@ -12,7 +13,7 @@ __device__ uint64_t nanoseconds() {
 }
 
 // state: [0] blocks that have begun, [1] blocks that may go, [2] blocks whose limit was over.
-__global__ void hold(int32_t* state, int64_t limit_ns) {
+__global__ void __cluster_dims__(2, 1, 1) hold(int32_t* state, int64_t limit_ns) {
   extern __shared__ char kept[];
   if (threadIdx.x != 0) return;
   static_cast<volatile char*>(kept)[0] = 0;
