@@ -17,6 +17,7 @@ inline constexpr int kTokensPerBlock = 64;   // tokens per thread block of the s
 inline constexpr int kMaxTopK = 16;          // one lane per slot of a token
 inline constexpr int kMaxLocalExperts = 512; // the tile table lives in shared memory
 inline constexpr int kMaxExperts = 1024;     // one thread per expert in the layout kernel
+static_assert(kMaxTopK <= 32);
 
 // Where a routed row comes from; rank -1 marks padding.
 struct RowSource {

@@ -15,6 +15,11 @@ from mok_megatron.config import MAX_TOP_K
 from mok_megatron.honoured import HONOURED
 
 
+def flag_of(name: str) -> str:
+    """The command-line option that Megatron makes of a field or argument ``name``."""
+    return "--" + name.replace("_", "-")
+
+
 @dataclass(frozen=True)
 class Refusal:
     """One configuration that ``mok`` does not honour.
@@ -40,7 +45,7 @@ class Refusal:
     @property
     def option(self) -> str:
         """The command-line option."""
-        return self.flag or "--" + self.field.replace("_", "-")
+        return self.flag or flag_of(self.field)
 
     def message(self, value: Any) -> str:
         """The text of the ValueError."""
@@ -253,7 +258,7 @@ def check_training_arguments(arguments: Any) -> None:
     """Raise ValueError, naming the option, for one that ``mok`` cannot honour; None for a run without arguments."""
     for name, why in TRAINING_ARGUMENTS.items():
         if getattr(arguments, name, None):
-            raise ValueError(f"moe_token_dispatcher_type='mok' does not support --{name.replace('_', '-')}: {why}")
+            raise ValueError(f"moe_token_dispatcher_type='mok' does not support {flag_of(name)}: {why}")
 
 
 def check_config(config: Any, *, resolved: bool) -> None:

@@ -22,7 +22,7 @@ SEEN = ROOT / "tests" / "data" / "flags_seen.json"
 """Test of tests/test_cuda_flags.py -> where and when it was last seen to pass."""
 sys.path.insert(0, str(ROOT))
 
-from mok_megatron.refusals import REFUSALS  # noqa: E402
+from mok_megatron.refusals import REFUSALS, flag_of  # noqa: E402
 from scripts.update_options_doc import fill_blocks, table, update  # noqa: E402
 from tests.flag_cases import CASES, FlagCase, Layout  # noqa: E402
 from tests.flag_fields import OUTSIDE  # noqa: E402
@@ -64,7 +64,7 @@ def _flags(changes: Mapping[str, Any]) -> str:
 def _flag(name: str, value: Any) -> str:
     if name in NO_FLAG:
         return f"{name}={_shown(value)}"
-    flag = FLAGS.get(name, "--" + name.replace("_", "-"))
+    flag = FLAGS.get(name, flag_of(name))
     if value is True:
         return flag
     values = value if isinstance(value, list) else [value]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mok_megatron.refusals import TRAINING_ARGUMENTS
+from mok_megatron.refusals import TRAINING_ARGUMENTS, flag_of
 from tests import moe_layers
 
 TRIGGERS: dict[str, list[dict[str, Any]]] = {
@@ -89,7 +89,7 @@ ELSEWHERE: list[tuple[str, str, str]] = [
         "test_flags.py::test_a_graph_of_the_moe_module_alone_is_refused",
     ),
     *(
-        (f"`--{name.replace('_', '-')}`", why, "test_layer_vs_alltoall.py::_refused_at_construction")
+        (f"`{flag_of(name)}`", why, "test_layer_vs_alltoall.py::_refused_at_construction")
         for name, why in TRAINING_ARGUMENTS.items()
     ),
     (

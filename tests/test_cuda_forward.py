@@ -262,23 +262,33 @@ def _layer(tokens: int = 192) -> tuple[VirtualRanks, Inputs]:
     return ranks_of(case, inputs), inputs
 
 
-def test_no_host_synchronisation() -> None:
-    torch.use_deterministic_algorithms(False)
-    ranks, inputs = _layer()
+def _forward_of(ranks: VirtualRanks, inputs: Inputs) -> tuple[tuple[Tensor, Tensor, Tensor], Callable[[], Tensor]]:
+    """x, probs and routing map on the GPU, and the one rank's forward of what they hold when it is called, prepared."""
     backend = ranks.backends[0]
     x, probs, routing_map, w1, w2 = (
         t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2)
     )
-    _run(ranks, inputs)
     first, second = list(w1), list(w2)
     backend.prepare(first, second)
     torch.cuda.synchronize()
+
+    def call() -> Tensor:
+        schedule = backend.build_schedule(x, probs, routing_map, layer=1)
+        return backend.forward(x, schedule, first, second, save=True, layer=1)[0]
+
+    return (x, probs, routing_map), call
+
+
+def test_no_host_synchronisation() -> None:
+    torch.use_deterministic_algorithms(False)
+    ranks, inputs = _layer()
+    _run(ranks, inputs)
+    _, call = _forward_of(ranks, inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that this mode is in beta
         torch.cuda.set_sync_debug_mode("error")
         try:
-            schedule = backend.build_schedule(x, probs, routing_map, layer=1)
-            backend.forward(x, schedule, first, second, save=True, layer=1)
+            call()
         finally:
             torch.cuda.set_sync_debug_mode("default")
     ranks.close()
@@ -288,16 +298,7 @@ def test_graph_replay_with_other_inputs() -> None:
     """Captured once, replayed 12 times with new x, probs and routing; each equals eager in every bit."""
     torch.use_deterministic_algorithms(False)
     ranks, inputs = _layer()
-    backend = ranks.backends[0]
-    x, probs, routing_map, w1, w2 = (
-        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2)
-    )
-    first, second = list(w1), list(w2)
-
-    def call() -> Tensor:
-        schedule = backend.build_schedule(x, probs, routing_map, layer=1)
-        return backend.forward(x, schedule, first, second, save=True, layer=1)[0]
-
+    (x, probs, routing_map), call = _forward_of(ranks, inputs)
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         call()
@@ -343,12 +344,7 @@ def test_kernels_that_hold_sms_until_we_are_done_do_not_block_us(
     torch.use_deterministic_algorithms(False)
     ranks, inputs = _layer(tokens=1024)
     expected = _y(_run(ranks, inputs))
-    backend = ranks.backends[0]
-    x, probs, routing_map, w1, w2 = (
-        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2)
-    )
-    first, second = list(w1), list(w2)
-    backend.prepare(first, second)
+    _, call = _forward_of(ranks, inputs)
     state, side = torch.zeros(3, dtype=torch.int32, device=DEVICE), torch.cuda.Stream()
     state[1].fill_(0)  # a kernel of torch that is loaded at its first launch would wait for those that wait for it
     torch.cuda.synchronize()
@@ -356,8 +352,7 @@ def test_kernels_that_hold_sms_until_we_are_done_do_not_block_us(
         hold_sms(state, sms)
     while int(state[0]) < sms:
         pass
-    schedule = backend.build_schedule(x, probs, routing_map, layer=1)
-    y, _ = backend.forward(x, schedule, first, second, save=True, layer=1)
+    y = call()
     state[1].fill_(1)
     torch.cuda.synchronize()
     assert int(state[2]) == 0, "the forward did not end while the SMs were held"
@@ -368,19 +363,8 @@ def test_kernels_that_hold_sms_until_we_are_done_do_not_block_us(
 def test_a_forward_is_four_kernels_and_nothing_else() -> None:
     torch.use_deterministic_algorithms(False)
     ranks, inputs = _layer()
-    backend = ranks.backends[0]
-    x, probs, routing_map, w1, w2 = (
-        t.to(DEVICE) for t in (inputs.x, inputs.probs, inputs.routing_map, inputs.w1, inputs.w2)
-    )
-    first, second = list(w1), list(w2)
-    backend.prepare(first, second)
-    torch.cuda.synchronize()
-
-    def call(_: int) -> None:
-        schedule = backend.build_schedule(x, probs, routing_map, layer=1)
-        backend.forward(x, schedule, first, second, save=True, layer=1)
-
-    assert CudaMeter(Ranks(rank=0, world=1, device=DEVICE)).launches(call) == 4
+    _, call = _forward_of(ranks, inputs)
+    assert CudaMeter(Ranks(rank=0, world=1, device=DEVICE)).launches(lambda _: call()) == 4
     ranks.close()
 
 

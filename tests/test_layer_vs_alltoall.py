@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mok_megatron.refusals import TRAINING_ARGUMENTS
+from mok_megatron.refusals import TRAINING_ARGUMENTS, flag_of
 from tests import moe_layers
 from tests.distributed import run_ranks
 
@@ -139,7 +139,7 @@ def _refused_at_construction() -> None:
 
     for name in TRAINING_ARGUMENTS:
         global_vars._GLOBAL_ARGS = SimpleNamespace(**{**dict.fromkeys(TRAINING_ARGUMENTS), name: 100})
-        with pytest.raises(ValueError, match=f"does not support --{name.replace('_', '-')}: "):
+        with pytest.raises(ValueError, match=f"does not support {flag_of(name)}: "):
             moe_layers.build()
     global_vars._GLOBAL_ARGS = None
 

@@ -57,7 +57,6 @@ __device__ __forceinline__ void combine_tokens(const CallParams& call, const Tok
     __syncwarp();
     const uint4* source = nullptr;
     float weight = 0.0f;
-    static_assert(kMaxTopK <= 32);
     if (lane < call.top_k) {
       const int64_t slot = static_cast<int64_t>(token) * call.top_k + lane;
       const int32_t rank = t.slot_dst_rank[slot], row = t.slot_dst_row[slot];

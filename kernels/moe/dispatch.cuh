@@ -121,7 +121,6 @@ __device__ __forceinline__ int32_t dispatch_row(const Program& program, const Ro
     uint8_t* peer = call.peers[source.rank];
     weights = at<const float>(peer, call.layout.weights);
     mine = false;
-    static_assert(kMaxTopK <= 32);
     if (lane < call.top_k) {
       slot = source.slot / call.top_k * call.top_k + lane;
       target = __ldcg(at<const int32_t>(peer, call.layout.slot_dst_row) + slot);

@@ -10,12 +10,12 @@ from mok_megatron.convert import rules
 from mok_megatron.convert.edits import Finding
 from mok_megatron.convert.shell_lexer import literal
 from mok_megatron.convert.words import FlagUse
-from mok_megatron.refusals import REFUSALS, TRAINING_ARGUMENTS, Refusal
+from mok_megatron.refusals import REFUSALS, TRAINING_ARGUMENTS, Refusal, flag_of
 
 _WANTED_FLAGS = ("--swiglu", "--disable-bias-linear", "--bf16")
 """Flags that settings need rather than refuse; they may be in another file, so their absence proves nothing."""
 
-_TRAINING_FLAGS = {f"--{name.replace('_', '-')}": why for name, why in TRAINING_ARGUMENTS.items()}
+_TRAINING_FLAGS = {flag_of(name): why for name, why in TRAINING_ARGUMENTS.items()}
 """Refused when the layer is built, since they are no fields of TransformerConfig: flag -> reason and remedy."""
 
 _OTHER_ACTIVATIONS = ("--squared-relu", "--quick-geglu", "--openai-gelu")
